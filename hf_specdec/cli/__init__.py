@@ -1,0 +1,21 @@
+"""The command line, ``specdec``: one file per command.
+
+Importing it is quick: torch and transformers are imported inside the commands.
+"""
+
+__all__ = ["app"]
+
+import typer
+
+from hf_specdec.cli.demo import demo
+from hf_specdec.cli.generate import generate
+
+app = typer.Typer(
+    name="specdec",
+    help="Lossless speculative sampling inside transformers' generate().",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+app.command()(generate)
+app.command()(demo)

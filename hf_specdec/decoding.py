@@ -1,0 +1,282 @@
+"""The decoding loop: draft, verify, commit, roll back.
+
+Source: Chen et al. 2023, *Accelerating Large Language Model Decoding with Speculative Sampling* (arXiv 2302.01318),
+Algorithm 2, for a batch of rows that accept different numbers of tokens:
+
+    while some row runs:
+        x̃₁ … x̃_K ~ q(· | text)                    draft            drafters/
+        p(· | text, x̃₁ … x̃ᵢ)  for i = 0 … K        one forward      host/target.py, host/processors.py
+        n, y = accept/resample(p, q, x̃, u)         verify           verification.py
+        text += x̃₁ … x̃ₙ, y   (cut at ends)         commit           steps.py, host/emission.py
+        forget the keys past n                     roll back        one integer per row (host/cache.py)
+
+The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh for every step, row and slot.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec import sampling
+from hf_specdec.drafters.base import Draft, Drafter, DraftFailure
+from hf_specdec.host.criteria import Criteria
+from hf_specdec.host.emission import Emission
+from hf_specdec.host.outputs import OutputRecorder
+from hf_specdec.host.processors import BlockProcessors
+from hf_specdec.host.target import TargetModel
+from hf_specdec.sequence import Sequence
+from hf_specdec.statistics import SpeculationCounters
+from hf_specdec.steps import commit, pack
+from hf_specdec.timing import StepTimer
+from hf_specdec.verification import Verdict, Verifier, verify_greedy
+
+__all__ = ["Coins", "SpeculativeCall", "first_tokens", "speculative_sampling"]
+
+COIN_STEPS = 64
+
+
+class TargetNaN(RuntimeError):
+    """The target's processed scores hold NaN where a token has to be drawn."""
+
+
+class Coins:
+    """Uniforms in [0, 1), keyed by step, row and slot: K for drafting, K + 1 for the verification of a step.
+
+    Args:
+        batch: rows.
+        draft_length: most tokens drafted in a step.
+        device: where draws happen; the default generator of that device is used, as plain sampling does.
+    """
+
+    def __init__(self, batch: int, draft_length: int, device: torch.device) -> None:
+        self._shape = (COIN_STEPS, batch, 2 * draft_length + 1)
+        self._draft_length, self._device = draft_length, device
+        self._block, self._step = torch.empty(0), COIN_STEPS
+
+    def next(self, draft_length: int) -> tuple[Tensor, Tensor]:
+        """float64 ([batch, draft_length], [batch, draft_length + 1]) for a step that drafts `draft_length` tokens."""
+        if self._step == COIN_STEPS:
+            self._block, self._step = torch.rand(self._shape, dtype=torch.float64, device=self._device), 0
+        coins, most = self._block[self._step], self._draft_length
+        self._step += 1
+        verify = torch.cat([coins[:, most : most + draft_length], coins[:, -1:]], dim=1)
+        return coins[:, :draft_length], verify
+
+
+@dataclass
+class SpeculativeCall:
+    """Everything that one call's loop needs.
+
+    Attributes:
+        target: the model that decides.
+        drafter: proposes; None once there is none (any more).
+        verifier: the accept/resample rule.
+        sequence: the text.
+        processors: position-wise logits processors, None if there are none.
+        criteria, emission, recorder, counters: when rows end, what the caller sees, what is collected, what is counted.
+        is_sampling: draw (True) or take the most probable token.
+        draft_length: K, the tokens drafted per step.
+        coins: the randomness.
+    """
+
+    target: TargetModel
+    drafter: Drafter | None
+    verifier: Verifier
+    sequence: Sequence
+    processors: BlockProcessors | None
+    criteria: Criteria
+    emission: Emission
+    recorder: OutputRecorder
+    counters: SpeculationCounters
+    is_sampling: bool
+    draft_length: int
+    coins: Coins
+
+    def next_draft_length(self) -> int:
+        """K, shorter at limits: a row's last token is not drafted, a draft's context may end, rows may have left."""
+        if self.drafter is None:
+            return 0
+        remaining = max(self.sequence.remaining(row) for row in self.sequence.live_rows)
+        return max(0, min(self.draft_length, remaining - 1, self.drafter.max_draft_length(self.sequence)))
+
+
+def speculative_sampling(call: SpeculativeCall) -> None:
+    """Run steps until `call.emission.is_done`."""
+    sequence, emission = call.sequence, call.emission
+    while not emission.is_done:
+        timer = StepTimer(sequence.device)
+        timer.mark("start")
+        width = call.next_draft_length()
+        sequence.reserve(width + 1)
+        draft_coins, verify_coins = call.coins.next(width)
+        draft = propose(call, width, draft_coins)
+        if draft.token_ids.shape[1] != width:  # the draft failed in this step
+            width, verify_coins = 0, verify_coins[:, -1:]
+        timer.mark("drafted")
+        real = draft_lengths_on_host(call, draft)
+        logits, hidden_states = call.target.score(sequence, draft.token_ids)
+        timer.mark("scored")
+        scores = logits if call.processors is None else call.processors(logits, sequence, 0, real)
+        verdict, is_nan = decide(call, scores, draft, verify_coins)
+        committed = commit(
+            sequence.ids,
+            sequence.lengths,
+            sequence.is_finished,
+            draft.token_ids,
+            verdict.num_accepted,
+            verdict.next_ids,
+            call.criteria.eos_ids,
+            sequence.limits(),
+        )
+        hits = call.criteria.stop_string_hits(sequence, width + 1)
+        read = read_step(committed, verdict, draft, is_nan, hits)
+        timer.mark("committed")
+        check_for_nan(call, read)
+        columns = [length - sequence.prompt_length for length in sequence.host_lengths]
+        counts = [len(tokens) for tokens in read.new_tokens]
+        if not call.recorder.is_idle:
+            call.recorder.add_block(scores, logits, hidden_states, columns, counts)
+        was_running = [not is_over for is_over in sequence.finished]
+        taken = emission.advance(read.new_tokens, read.ended, read.stop_hits)
+        call.counters.record_step(
+            width,
+            read.drafted,
+            read.accepted,
+            taken,
+            was_running,
+            timer.seconds("start", "drafted"),
+            timer.seconds("drafted", "committed"),
+        )
+        call.counters.record_dropped(emission.take_dropped())
+        roll_back(call, committed.num_emitted, counts)
+
+
+def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
+    """The drafter's proposal, cut at each row's limit; nothing where there is nothing to draft or the draft fails."""
+    sequence = call.sequence
+    nothing = Draft(sequence.ids.new_zeros((sequence.batch, 0)), None, torch.zeros_like(sequence.lengths))
+    if width == 0 or call.drafter is None:
+        return nothing
+    try:
+        draft = call.drafter.propose(sequence, width, coins)
+    except DraftFailure as failure:
+        drop_draft(call, f"the draft failed ({failure})")
+        return nothing
+    room = (sequence.limits() - sequence.lengths - 1).clamp(min=0)
+    lengths = torch.where(sequence.is_finished, 0, torch.minimum(draft.lengths, room))
+    return Draft(draft.token_ids, draft.probs, lengths, draft.is_broken)
+
+
+def drop_draft(call: SpeculativeCall, why: str) -> None:
+    """Go on without a drafter until the call ends."""
+    call.drafter = None
+    call.counters.note(f"Decoded plainly from the point where {why}.")
+
+
+def draft_lengths_on_host(call: SpeculativeCall, draft: Draft) -> list[int] | None:
+    """Positions per row that mean something, read only when a processor must be called on real prefixes."""
+    if call.processors is None or not call.processors.needs_prefixes:
+        return None
+    lengths = draft.lengths.tolist()
+    return [0 if is_over else n + 1 for n, is_over in zip(lengths, call.sequence.finished, strict=True)]
+
+
+def decide(call: SpeculativeCall, scores: Tensor, draft: Draft, coins: Tensor) -> tuple[Verdict, Tensor | None]:
+    """Verify the block; also bool [batch], rows whose next token came from NaN (None when greedy: plain takes it too)."""
+    if not call.is_sampling:
+        return verify_greedy(scores.argmax(dim=-1), draft.token_ids, draft.lengths), None
+    target_probs = sampling.softmax_probs(scores)
+    verdict = call.verifier(target_probs, draft.probs, draft.token_ids, draft.lengths, coins)
+    # One NaN score makes the whole softmax of its position NaN: one entry tells.
+    at_next = target_probs[..., 0].gather(1, verdict.num_accepted[:, None])[:, 0]
+    return verdict, at_next.isnan()
+
+
+@dataclass(frozen=True)
+class StepRead:
+    """What the host knows of a step, per row."""
+
+    new_tokens: list[list[int]]
+    ended: list[bool]
+    drafted: list[int]
+    accepted: list[int]
+    target_is_nan: list[bool]
+    draft_is_broken: list[bool]
+    stop_hits: list[int] | None
+
+
+def read_step(committed: Any, verdict: Verdict, draft: Draft, is_nan: Tensor | None, hits: Tensor | None) -> StepRead:
+    """The step's one host read."""
+    no = torch.zeros_like(committed.num_emitted)
+    packed = pack(
+        committed.num_emitted,
+        committed.is_finished,
+        draft.lengths,
+        verdict.num_accepted,
+        no if is_nan is None else is_nan,
+        no if draft.is_broken is None else draft.is_broken,
+        no if hits is None else hits,
+        committed.block_ids,
+    ).tolist()
+    columns = list(zip(*(row[:7] for row in packed), strict=True))
+    return StepRead(
+        new_tokens=[row[7 : 7 + row[0]] for row in packed],
+        ended=[bool(value) for value in columns[1]],
+        drafted=list(columns[2]),
+        accepted=list(columns[3]),
+        target_is_nan=[bool(value) for value in columns[4]],
+        draft_is_broken=[bool(value) for value in columns[5]],
+        stop_hits=None if hits is None else list(columns[6]),
+    )
+
+
+def check_for_nan(call: SpeculativeCall, read: StepRead) -> None:
+    """Raise if the target gave NaN in a running row; drop the draft if it did."""
+    live = call.sequence.live_rows
+    for row in live:
+        if read.target_is_nan[row]:
+            raise target_nan(call.target.name, row)
+    if call.drafter is not None and any(read.draft_is_broken[row] for row in live):
+        drop_draft(call, "the draft gave NaN")
+
+
+def target_nan(name: str, row: int) -> TargetNaN:
+    """The error for NaN in the target's scores."""
+    return TargetNaN(
+        f"The target {name} gave NaN or only -inf scores in row {row}, after its logits processors: no token can be drawn. "
+        "Check its dtype (float16 overflows) and its logits processors; the draft has no part in this."
+    )
+
+
+def roll_back(call: SpeculativeCall, num_emitted: Tensor, counts: list[int]) -> None:
+    """Set every row's length to what it keeps. Keys past it are forgotten by the next forward."""
+    sequence, lengths = call.sequence, call.emission.lengths
+    if lengths == [length + count for length, count in zip(sequence.host_lengths, counts, strict=True)]:
+        sequence.advance(num_emitted, lengths)
+    else:  # a criterion on the host ended a row before the device did
+        sequence.set_lengths(lengths)
+    sequence.set_finished(call.emission.rows_over())
+
+
+def first_tokens(call: SpeculativeCall, scores: Tensor) -> None:
+    """Choose every row's first token from the prefill's processed `scores` [batch, vocab] and commit it."""
+    sequence = call.sequence
+    nothing = Draft(sequence.ids.new_zeros((sequence.batch, 0)), None, torch.zeros_like(sequence.lengths))
+    verdict, is_nan = decide(call, scores[:, None], nothing, call.coins.next(0)[1])
+    limits = sequence.limits()
+    committed = commit(
+        sequence.ids,
+        sequence.lengths,
+        sequence.is_finished,
+        nothing.token_ids,
+        verdict.num_accepted,
+        verdict.next_ids,
+        call.criteria.eos_ids,
+        limits,
+    )
+    read = read_step(committed, verdict, nothing, is_nan, call.criteria.stop_string_hits(sequence, 1))
+    check_for_nan(call, read)
+    call.emission.advance(read.new_tokens, read.ended, read.stop_hits)
+    roll_back(call, committed.num_emitted, [len(tokens) for tokens in read.new_tokens])

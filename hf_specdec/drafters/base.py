@@ -1,0 +1,111 @@
+"""What every drafter does: propose tokens after each row's committed text.
+
+A drafter lives for one `generate()` call. It sees the text (`Sequence`), says what it proposes and the law it drew from, and
+keeps whatever state of its own; after a rejection it finds shorter rows the next time it is asked, nothing else.
+
+To add one: subclass `Drafter`, implement `propose`, `hf_specdec.register_drafter("name", cls)`; it is then a `method`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.sequence import Sequence
+
+__all__ = ["Draft", "DraftFailure", "DraftRequest", "Drafter"]
+
+
+class DraftFailure(RuntimeError):
+    """The draft cannot go on (out of memory, an error inside its model, NaN): the call continues plainly."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens of one step.
+
+    Attributes:
+        token_ids: int64 [batch, draft]; any valid id beyond a row's length.
+        probs: float32 [batch, draft, vocab] (target vocabulary), the very tensor each token was drawn from; None for a
+            point mass on `token_ids`.
+        lengths: int64 [batch], tokens proposed per row, 0 included.
+        is_broken: bool [batch], rows in which the draft gave NaN (its proposal ends before); None: does not happen.
+    """
+
+    token_ids: Tensor
+    probs: Tensor | None
+    lengths: Tensor
+    is_broken: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter is made from.
+
+    Attributes:
+        config: the flag.
+        target: the target model.
+        model: the draft model, None for drafters without one.
+        padding_mask: int64 [batch, seq] of the prompt, 0 on padding; None if there is none.
+        history_ids: int64 [batch, past] ids that a handed-over cache already holds before the prompt's first column; None if
+            there are none or they are not known.
+        is_sampling: whether tokens are drawn (True) or chosen greedily.
+        eos_ids: int64 [num_eos] or None; drafting ends after one of them.
+        process: the call's position-wise logits processors: ``process(scores [batch, 1, vocab], sequence, first)`` →
+            scores, where position 0 follows `first` scratch tokens; None when there are none.
+        vocab_size: rows of the target's output head.
+        prefill_chunk_size: tokens per prefill pass, None for all at once.
+        resume: state that a former call of this drafter left beside the cache (see `Drafter.keep`), or None.
+    """
+
+    config: SpeculativeConfig
+    target: Any
+    model: Any = None
+    padding_mask: Tensor | None = None
+    history_ids: Tensor | None = None
+    is_sampling: bool = False
+    eos_ids: Tensor | None = None
+    process: Callable[[Tensor, Sequence, int], Tensor] | None = None
+    vocab_size: int = 0
+    prefill_chunk_size: int | None = None
+    resume: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Drafter(ABC):
+    """Proposes tokens for one call.
+
+    Class attributes:
+        needs_model: whether a draft model has to be found.
+        has_probs: whether `Draft.probs` is given when sampling (else tokens are point masses).
+    """
+
+    needs_model: ClassVar[bool] = False
+    has_probs: ClassVar[bool] = False
+
+    def __init__(self, request: DraftRequest) -> None:
+        self.request = request
+
+    @abstractmethod
+    def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
+        """Propose up to `draft_length` ≥ 1 tokens after each row's committed text.
+
+        Args:
+            sequence: the text; scratch beyond each row's length may be written.
+            draft_length: width of the result.
+            uniforms: float64 [batch, draft_length], one coin per row and drafted token, on `sequence.device`.
+
+        Raises:
+            DraftFailure: the draft cannot go on.
+        """
+
+    def max_draft_length(self, sequence: Sequence) -> int:
+        """Most tokens that may be drafted now (a draft with a short context says less); default: no limit."""
+        return 1 << 30
+
+    def keep(self) -> Any:
+        """State worth keeping beside the returned cache for a later turn; None if there is none."""
+        return None

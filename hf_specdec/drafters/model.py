@@ -1,0 +1,74 @@
+"""A smaller model of the same tokenizer drafts: one narrow forward per drafted token.
+
+The first forward of a step always takes the last two committed tokens. After a fully accepted block the draft owes two
+tokens (its own last one was drawn, not read), else one; reading one again is harmless and keeps one shape.
+
+Source: Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, the draft's half.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_specdec import sampling
+from hf_specdec.drafters.base import Draft, Drafter, DraftRequest
+from hf_specdec.host.draft_model import DraftModel
+from hf_specdec.registry import register_drafter
+from hf_specdec.sequence import Sequence
+from hf_specdec.steps import draft_lengths_after_eos
+
+__all__ = ["ModelDrafter"]
+
+
+class ModelDrafter(Drafter):
+    """Drafts with `request.model`."""
+
+    needs_model: ClassVar[bool] = True
+    has_probs: ClassVar[bool] = True
+
+    def __init__(self, request: DraftRequest) -> None:
+        super().__init__(request)
+        self.model = DraftModel(request)
+
+    def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
+        """See `Drafter.propose`. Rows whose text holds an id that the draft cannot embed draft nothing more."""
+        self.model.follow(sequence)
+        batch, device = sequence.batch, sequence.device
+        ids = sequence.ids.new_zeros((batch, draft_length))
+        lengths = torch.full((batch,), draft_length, dtype=torch.long, device=device)
+        probs = None
+        if self.request.is_sampling:
+            probs = torch.zeros((batch, draft_length, self.request.vocab_size), dtype=torch.float32, device=device)
+        any_broken = torch.zeros(batch, dtype=torch.bool, device=device)
+        feed = sequence.tail(2)
+        lengths = torch.where(self.model.is_blocked(feed), 0, lengths)
+        for position in range(draft_length):
+            scores = self.model.next_scores(feed, sequence, position)
+            if self.request.process is not None:
+                scores = self.request.process(scores[:, None], sequence, position)[:, 0]
+            if probs is None:
+                token = scores.argmax(dim=-1)
+                is_broken = scores.gather(1, token[:, None])[:, 0].isnan()
+            else:
+                probs[:, position] = sampling.softmax_probs(scores)
+                token = sampling.draw(probs[:, position], uniforms[:, position])
+                is_broken = probs[:, position, 0].isnan()  # one NaN makes the whole softmax NaN
+            lengths = torch.where(is_broken, lengths.clamp(max=position), lengths)
+            any_broken = any_broken | is_broken
+            token = token.clamp(max=self.model.vocabulary.shared_size - 1)
+            ids[:, position] = token
+            sequence.write(position, token)
+            feed = token[:, None]
+        return Draft(ids, probs, draft_lengths_after_eos(ids, lengths, self.request.eos_ids), any_broken)
+
+    def max_draft_length(self, sequence: Sequence) -> int:
+        """What the draft's own context still holds."""
+        return self.model.room(sequence)
+
+    def keep(self) -> Any:
+        """The draft's keys, for a later turn on the same cache."""
+        return self.model.keep()
+
+
+register_drafter("draft_model", ModelDrafter)

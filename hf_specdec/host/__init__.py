@@ -1,0 +1,1 @@
+"""Everything that knows transformers' insides, one file per subject."""

@@ -1,0 +1,193 @@
+"""One speculative call: from what `generate()` prepared to what it returns.
+
+Prefill is transformers' own. The first token comes from it as in plain decoding; then the loop of `decoding` runs, and the
+keys go back to the cache they came from, whatever happened.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.decoding import Coins, SpeculativeCall, first_tokens, speculative_sampling
+from hf_specdec.drafters import Drafter, DraftRequest
+from hf_specdec.host.binding import draft_memories
+from hf_specdec.host.criteria import Criteria
+from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
+from hf_specdec.host.emission import Emission
+from hf_specdec.host.outputs import OutputRecorder
+from hf_specdec.host.processors import BlockProcessors
+from hf_specdec.host.runner import cache_keyword
+from hf_specdec.host.target import TargetModel
+from hf_specdec.registry import DRAFTERS, VERIFIERS, lookup
+from hf_specdec.sequence import Sequence
+from hf_specdec.statistics import SpeculationCounters
+from hf_specdec.timing import StepTimer
+
+__all__ = ["PROBS_BYTES", "Request", "run_call"]
+
+# Most bytes that p and q of one step may take when sampling; K is cut to fit.
+PROBS_BYTES = 256 * 2**20
+
+
+@dataclass
+class Request:
+    """A flagged `generate()` call on its way to `_sample`.
+
+    Attributes:
+        model: the target.
+        config: the flag.
+        draft: the draft model, or None.
+        counters: what the call did.
+        why_plain: a reason for plain decoding that was known before.
+        is_taken: whether `_sample` was reached.
+        num_nested: flagged calls on the same model that ran inside this one.
+    """
+
+    model: Any
+    config: SpeculativeConfig
+    draft: Any
+    counters: SpeculationCounters
+    why_plain: str | None = None
+    is_taken: bool = False
+    num_nested: int = field(default=0)
+
+    def fall_back(self, why: str) -> None:
+        """Plain decoding runs, because of `why`."""
+        self.counters.reason = why
+
+
+def run_call(
+    request: Request, input_ids: Tensor, processors: Any, stopping: Any, generation_config: Any, streamer: Any, inputs: dict
+) -> Any:
+    """Decode speculatively; returns what `_sample` returns."""
+    model = request.model
+    timer = StepTimer(input_ids.device)
+    timer.mark("start")
+    outputs = model._prefill(input_ids, generation_config, inputs)
+    cache = outputs[cache_keyword(model)]
+    # A copy, as in plain: the prompt's logits may be many.
+    logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+    scores = processors(input_ids, logits)
+    recorder = OutputRecorder(generation_config)
+    recorder.add_prefill(scores, logits, outputs.get("hidden_states"))
+    del outputs
+    timer.mark("prefilled")
+    call = _prepared(request, input_ids, processors, stopping, generation_config, streamer, inputs, cache, recorder)
+    sequences = None
+    try:
+        with model._optimize_model_for_decode():
+            first_tokens(call, scores)
+            request.counters.record_prefill(call.sequence.batch, timer.seconds("start", "prefilled"))
+            speculative_sampling(call)
+        sequences = call.emission.finish()
+    finally:
+        cache = call.target.release(call.sequence, sequences)
+        _remember_draft(call, cache)
+    return recorder.output(sequences, sequences.shape[1] - input_ids.shape[1], cache)
+
+
+def _prepared(
+    request: Request,
+    input_ids: Tensor,
+    processors: Any,
+    stopping: Any,
+    generation_config: Any,
+    streamer: Any,
+    inputs: dict,
+    cache: Any,
+    recorder: OutputRecorder,
+) -> SpeculativeCall:
+    criteria = Criteria(stopping, input_ids.device)
+    sequence = Sequence(input_ids, criteria.max_length)
+    is_kept = recorder.returns_dict or bool(getattr(cache, "_is_user_defined", False))
+    padding_mask = inputs.get("attention_mask")
+    extra = {
+        name: value
+        for name, value in inputs.items()
+        if isinstance(value, (bool, int, float, str)) and name not in ("use_cache", "logits_to_keep")
+    }
+    target = TargetModel(request.model, cache, padding_mask, inputs.get("position_ids"), sequence, is_kept, extra)
+    block = BlockProcessors(processors) if len(processors) else None
+    is_sampling = bool(generation_config.do_sample)
+    drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
+    draft_length = _fitting_draft_length(request, sequence.batch, is_sampling)
+    pad = generation_config._pad_token_tensor
+    return SpeculativeCall(
+        target=target,
+        drafter=drafter,
+        verifier=lookup("rejection_sample_method", VERIFIERS, request.config.rejection_sample_method)(),
+        sequence=sequence,
+        processors=block,
+        criteria=criteria,
+        emission=Emission(sequence, criteria, streamer, None if pad is None else int(pad), recorder),
+        recorder=recorder,
+        counters=request.counters,
+        is_sampling=is_sampling,
+        draft_length=draft_length,
+        coins=Coins(sequence.batch, draft_length, input_ids.device),
+    )
+
+
+def _fitting_draft_length(request: Request, batch: int, is_sampling: bool) -> int:
+    asked = request.config.draft_length
+    if not is_sampling:
+        return asked
+    per_position = batch * output_vocab_size(request.model) * 4
+    fits = max(1, (PROBS_BYTES // per_position - 1) // 2)  # K rows of q, K + 1 rows of p
+    if fits < asked:
+        request.counters.note(f"Drafting {fits} tokens per step instead of {asked}: more probabilities would not fit 256 MB.")
+    return min(asked, fits)
+
+
+def _drafter(
+    request: Request,
+    target: TargetModel,
+    sequence: Sequence,
+    padding_mask: Tensor | None,
+    is_sampling: bool,
+    criteria: Criteria,
+    block: BlockProcessors | None,
+    generation_config: Any,
+) -> Drafter:
+    cls = lookup("method", DRAFTERS, request.config.method)
+    memory = draft_memories.get(target.source)
+    history = _history(memory, sequence, target.shift)
+    if target.shift and history is None:
+        request.counters.note("The draft does not know the tokens in the cache handed over: it drafts from the new ones only.")
+        padding_mask = None if padding_mask is None else padding_mask[:, target.shift :]
+    return cls(
+        DraftRequest(
+            config=request.config,
+            target=request.model,
+            model=request.draft,
+            padding_mask=padding_mask,
+            history_ids=history,
+            is_sampling=is_sampling,
+            eos_ids=criteria.eos_ids,
+            process=block,
+            vocab_size=output_vocab_size(request.model),
+            prefill_chunk_size=generation_config.prefill_chunk_size,
+            resume=memory,
+        )
+    )
+
+
+def _history(memory: Any, sequence: Sequence, shift: int) -> Tensor | None:
+    """The ids behind a cache handed over with new tokens only, if an earlier call left them beside it."""
+    if shift <= 0 or not isinstance(memory, DraftMemory):
+        return None
+    is_long_enough = memory.ids.shape[1] >= shift and memory.ids.shape[0] == sequence.batch
+    return memory.ids[:, :shift] if is_long_enough else None
+
+
+def _remember_draft(call: SpeculativeCall, cache: Any) -> None:
+    if cache is None or not call.target.is_kept:
+        return
+    memory = None if call.drafter is None else call.drafter.keep()
+    if memory is None:
+        draft_memories.pop(cache, None)
+    else:
+        draft_memories[cache] = memory

@@ -1,0 +1,98 @@
+"""Finds the draft of a call, and says why there is none."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specdec.config import Resolution, SpeculativeConfig
+from hf_specdec.drafters import Drafter
+from hf_specdec.host import binding
+from hf_specdec.host.draft_model import output_vocab_size
+from hf_specdec.host.loading import find_tokenizer, load_draft
+from hf_specdec.host.reasons import NO_DRAFT, why_draft_unfit
+from hf_specdec.registry import DRAFTERS, lookup
+from hf_specdec.vocabulary import check_vocabularies
+
+__all__ = ["MODEL_PLACE", "check_pair", "find_draft"]
+
+#: the lowest place of the flag, as `config.Resolution.named_in` calls it
+MODEL_PLACE = "model.generation_config"
+
+
+def check_pair(target: Any, draft: Any) -> None:
+    """Raise unless `draft` can draft for `target`, token for token.
+
+    Raises:
+        TypeError: `draft` is not a loaded model.
+        ValueError: an encoder-decoder draft for a decoder-only target, or vocabularies that differ.
+    """
+    if not isinstance(draft, PreTrainedModel):
+        raise TypeError(f"The draft must be a Hub id, a folder or a loaded PreTrainedModel, got {type(draft).__name__}.")
+    if draft.config.is_encoder_decoder and not target.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(draft).__name__} is an encoder-decoder model and {type(target).__name__} a decoder-only one: its tokens "
+            "depend on an encoder input that the target does not have. Use a decoder-only draft with the same tokenizer."
+        )
+    if draft is not target:
+        tokenizers = find_tokenizer(target), find_tokenizer(draft)
+        check_vocabularies(output_vocab_size(target), output_vocab_size(draft), *tokenizers)
+
+
+def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bool) -> tuple[Any, str | None]:
+    """(draft model or None, reason for plain decoding or None) of a call with the flag on.
+
+    Args:
+        target: the model that generates.
+        resolution: what the flag says, all places together; its config is not None.
+        assistant: the call's `assistant_model`, which wins.
+        may_load: whether a draft that is named in data may be loaded.
+
+    Raises:
+        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that cannot be
+            loaded.
+    """
+    config = resolution.config
+    assert config is not None
+    drafter: type[Drafter] = lookup("method", DRAFTERS, config.method)
+    if not drafter.needs_model:
+        return None, None
+    draft, why = assistant, None
+    bound = binding.bindings_of(target)
+    if draft is None and resolution.inherits_draft and bound:
+        draft = bound[-1].draft
+    if draft is None and config.model is not None:
+        draft, why = _load_named(target, config, resolution.named_in, may_load)
+    if draft is None:
+        if resolution.is_bare_true:
+            raise ValueError(
+                "speculative_config=True found no draft: nothing below the call names one. Pass assistant_model=…, "
+                'speculative_config={"model": …}, or call hf_specdec.enable(target, draft) first.'
+            )
+        return None, why or NO_DRAFT
+    check_pair(target, draft)
+    return draft, why_draft_unfit(draft)
+
+
+def _load_named(
+    target: Any, config: SpeculativeConfig, named_in: str | None, may_load: bool
+) -> tuple[Any, str | None]:
+    if not may_load:
+        return None, f"{NO_DRAFT}: register(config_drafts=False) forbids loading {config.model!r}"
+    drafts = binding.loaded_drafts(target)
+    key = repr((config.model, config.revision, config.dtype, config.device, config.quantization))
+    if key not in drafts:
+        try:
+            drafts[key] = load_draft(
+                config.model,
+                revision=config.revision,
+                dtype=config.dtype,
+                device=config.device,
+                quantization=config.quantization,
+                target=target,
+                named_in_data=True,
+            )
+        except (ImportError, OSError, ValueError) as error:
+            if named_in != MODEL_PLACE:  # whoever names it at the call wants to know
+                raise
+            return None, f"{NO_DRAFT}: {error}"
+    return drafts[key], None

@@ -1,0 +1,98 @@
+"""Whether a model's forward is right on a cache with per-row lengths.
+
+Families that the test suites cover are taken as they are. Any other causal LM, remote code included, is tried once: two
+ragged rows against single-row passes, at most four passes of at most eight tokens. Wrong is never acceptable: a model that
+fails decodes plainly, with the numbers in the reason.
+"""
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_specdec.host.cache import RaggedCache
+from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords
+
+__all__ = ["VERIFIED", "why_not_ragged"]
+
+# model_type of families whose every attention implementation the parity suite runs over (tests/zoo.py).
+VERIFIED = frozenset({"gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"})
+
+# Two orders of magnitude above what differently shaped kernels of the same dtype give, two below what a wrong mask gives.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+
+_LOCK = threading.Lock()
+_VERDICTS: "weakref.WeakKeyDictionary[Any, dict[Any, str | None]]" = weakref.WeakKeyDictionary()
+
+ROWS = ((5, 3, 7, 2, 6, 4, 8, 1), (7, 2, 4, 6, 3))  # ids; the second row is left-padded
+
+
+def why_not_ragged(model: Any) -> str | None:
+    """The reason why `model` cannot be scored on per-row lengths, None if it can. Tried once per model and attention."""
+    config = model.config.get_text_config(decoder=True)
+    is_remote = bool(getattr(model, "is_remote_code", lambda: False)())
+    if config.model_type in VERIFIED and not is_remote:
+        return None
+    key = getattr(config, "_attn_implementation", None)
+    with _LOCK:
+        verdicts = _VERDICTS.setdefault(model, {})
+        if key not in verdicts:
+            verdicts[key] = _try(model)
+        return verdicts[key]
+
+
+def _try(model: Any) -> str | None:
+    name = type(model).__name__
+    try:
+        error, scale = _largest_error(model)
+    except Exception as failure:  # a model that cannot run these passes cannot be verified
+        return f"{name} failed the per-row length check: {type(failure).__name__}: {failure}"
+    tolerance = _TOLERANCE.get(model.dtype, 0.15) * max(1.0, scale)
+    if error <= tolerance:
+        return None
+    return f"{name} failed the per-row length check: logits differ by {error:.2g}, tolerance {tolerance:.2g}"
+
+
+@torch.no_grad()
+def _largest_error(model: Any) -> tuple[float, float]:
+    """(largest difference of logits, their scale): ragged verify of 3 tokens against the same rows alone."""
+    device, vocab = model.device, model.config.get_text_config(decoder=True).vocab_size
+    longest = max(len(row) for row in ROWS)
+    ids = torch.zeros((2, longest), dtype=torch.long)
+    mask = torch.zeros((2, longest), dtype=torch.long)
+    for row, tokens in enumerate(ROWS):
+        ids[row, longest - len(tokens) :] = torch.tensor(tokens)
+        mask[row, longest - len(tokens) :] = 1
+    ids, mask = (ids % max(2, vocab - 1)).to(device), mask.to(device)
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    keyword = cache_keyword(model)
+    _forward(model, ids[:, :-1], mask[:, :-1], positions[:, :-1], {keyword: cache})
+    # Roll row 0 back by two more than row 1, then score three tokens in each.
+    starts = [longest - 4, longest - 2]
+    ragged = RaggedCache(cache, starts)
+    runner = ModelRunner(model, ragged, mask, positions[:, -1:], longest, longest + 8)
+    block = torch.stack([ids[row, start : start + 2] for row, start in enumerate(starts)])
+    block = torch.cat([block, torch.full_like(block[:, :1], 3)], dim=1)
+    scored = runner.forward(block).logits.float()
+    error, scale = 0.0, 0.0
+    for row, start in enumerate(starts):
+        first = int((mask[row] == 0).sum())
+        alone = torch.cat([ids[row, first : start + 2], block[row, 2:]])[None]
+        ones = torch.ones_like(alone)
+        expected = _forward(model, alone, ones, ones.cumsum(dim=-1) - 1, {}).logits[0, -3:].float()
+        error = max(error, float((scored[row] - expected).abs().max()))
+        scale = max(scale, float(expected.abs().max()))
+    if error != error:
+        raise ValueError("NaN logits")
+    return error, scale
+
+
+def _forward(model: Any, ids: Tensor, mask: Tensor, positions: Tensor, extra: dict[str, Any]) -> Any:
+    inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": bool(extra), "return_dict": True, **extra}
+    if "position_ids" in forward_keywords(model):
+        inputs["position_ids"] = positions
+    return model(input_ids=ids, **inputs)

@@ -1,0 +1,203 @@
+"""The way in: wraps of `GenerationMixin.generate` and `GenerationMixin._sample`.
+
+The wrap of `generate` reads the flag. Without it the original runs, untouched. With it, the call's draft is found, options
+of transformers' own assisted decoding are set aside, and a `Request` is put into a context variable; the original
+`generate()` prepares everything and calls `_sample`, whose wrap takes the request and runs `host.call`.
+"""
+
+import contextvars
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+from transformers import GenerationConfig, GenerationMixin
+
+from hf_specdec.config import resolve
+from hf_specdec.host import binding, masks
+from hf_specdec.host.call import Request, run_call
+from hf_specdec.host.drafts import MODEL_PLACE, find_draft
+from hf_specdec.host.reasons import logger, mode_reason, warn_once, why_plain
+from hf_specdec.statistics import SpeculationCounters
+
+__all__ = ["TESTED_RANGE", "Hooks", "is_disabled", "unexpected_hooks"]
+
+TESTED_RANGE = "5.17 to 5.24"
+FLAG = "speculative_config"
+# transformers' own ways of speculating: ours replaces them for a flagged call.
+SET_ASIDE = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+
+_REQUEST: contextvars.ContextVar[Request | None] = contextvars.ContextVar("hf_specdec_request", default=None)
+
+
+def is_disabled() -> bool:
+    """Whether ``HF_SPECDEC=0`` makes everything inert."""
+    return os.environ.get("HF_SPECDEC", "").strip().lower() in ("0", "false", "off")
+
+
+def unexpected_hooks() -> str | None:
+    """What in this transformers does not look as the wraps need it, or None."""
+    needed = {
+        "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"),
+        "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+        "generate": ("generation_config", "assistant_model", "streamer"),
+    }
+    for name, parameters in needed.items():
+        method = getattr(GenerationMixin, name, None)
+        if method is None:
+            return f"GenerationMixin.{name} is missing"
+        missing = [p for p in parameters if p not in inspect.signature(method).parameters]
+        if missing:
+            return f"GenerationMixin.{name} takes no {missing[0]}"
+    if not hasattr(transformers.cache_utils.Cache, "get_query_offset"):
+        return "Cache.get_query_offset is missing"
+    if not isinstance(getattr(masks.ALL_MASK_ATTENTION_FUNCTIONS, "_global_mapping", None), dict):
+        return "the attention-mask registry looks different"
+    return None
+
+
+class Hooks:
+    """The two wraps and the mask registration; `install` and `uninstall` are each other's inverse."""
+
+    def __init__(self) -> None:
+        self._originals: dict[str, Callable] = {}
+        self._masks: dict[str, Callable] = {}
+        self.config_drafts = True
+
+    def install(self) -> None:
+        """Wrap. Call once until `uninstall`."""
+        self._originals = {name: GenerationMixin.__dict__[name] for name in ("generate", "_sample")}
+        GenerationMixin.generate = _wrap_generate(self._originals["generate"], self)
+        GenerationMixin._sample = _wrap_sample(self._originals["_sample"])
+        GenerationConfig.speculative_config = None  # a class attribute makes the option legal and is never written to JSON
+        self._masks = masks.install_masks()
+
+    def uninstall(self) -> None:
+        """Put back the very objects that were found."""
+        for name, original in self._originals.items():
+            setattr(GenerationMixin, name, original)
+        del GenerationConfig.speculative_config
+        masks.uninstall_masks(self._masks)
+        self._originals, self._masks = {}, {}
+
+
+def _wrap_generate(original: Callable, hooks: Hooks) -> Callable:
+    parameters = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        keyword = kwargs.pop(FLAG, None)
+        kwargs.update(zip(parameters[1:], args, strict=False))
+        config = kwargs.get("generation_config")
+        if is_disabled() or getattr(config, "is_assistant", None) or kwargs.get("is_assistant"):
+            return original(self, **kwargs)
+        places = _places(self, keyword, config)
+        if all(value is None for _, value in places):
+            return _without_request(original, self, kwargs)
+        resolution = resolve(places)
+        if resolution.config is None:
+            return _without_request(original, self, kwargs)
+        return _flagged_call(original, self, kwargs, resolution, hooks)
+
+    return generate
+
+
+def _places(model: Any, keyword: Any, config: GenerationConfig | None) -> list[tuple[str, Any]]:
+    """Where the flag may stand, highest first."""
+    of_model = getattr(model.generation_config, FLAG, None)
+    if of_model is None and (bound := binding.bindings_of(model)):
+        of_model = bound[-1].flag  # the user has put another generation config in place since `enable`
+    return [
+        ("the call's keyword", keyword),
+        ("the call's generation_config", getattr(config, FLAG, None)),
+        (MODEL_PLACE, of_model),
+    ]
+
+
+def _without_request(original: Callable, model: Any, kwargs: dict[str, Any]) -> Any:
+    if _REQUEST.get() is None:
+        return original(model, **kwargs)
+    token = _REQUEST.set(None)  # a plain call inside a flagged one
+    try:
+        return original(model, **kwargs)
+    finally:
+        _REQUEST.reset(token)
+
+
+def _flagged_call(original: Callable, model: Any, kwargs: dict[str, Any], resolution: Any, hooks: Hooks) -> Any:
+    started = time.perf_counter()
+    assistant = kwargs.pop("assistant_model", None)
+    kwargs.pop("assistant_tokenizer", None)
+    draft, why = find_draft(model, resolution, assistant, hooks.config_drafts)
+    outer = _REQUEST.get()
+    request = Request(model, resolution.config, draft, SpeculationCounters(resolution.config.method), why)
+    _set_aside(model, kwargs)
+    options = _option_lookup(model, kwargs)
+    token = _REQUEST.set(request)
+    try:
+        output = original(model, **kwargs)
+    finally:
+        _REQUEST.reset(token)
+    if not request.is_taken and request.num_nested == 0:
+        request.fall_back(why or mode_reason(model, options))
+    request.counters.finish(time.perf_counter() - started)
+    if request.counters.reason is not None:
+        warn_once(model, request.counters.reason)
+    report = request.counters.report()
+    if outer is not None and outer.model is model:
+        outer.counters.merge(request.counters)
+        outer.num_nested += 1
+    else:
+        binding.record_report(model, report)
+    if hasattr(output, "sequences"):
+        output.speculation = report
+    return output
+
+
+def _option_lookup(model: Any, kwargs: dict[str, Any]) -> Callable[[str], Any]:
+    places = [kwargs.get("generation_config"), model.generation_config]
+    keywords = {name: value for name, value in kwargs.items() if value is not None}
+
+    def option(name: str) -> Any:
+        if name in keywords:
+            return keywords[name]
+        return next((v for p in places if (v := getattr(p, name, None)) is not None), None)
+
+    return option
+
+
+def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
+    """Switch transformers' own speculation off for this call."""
+    option, names = _option_lookup(model, kwargs), []
+    for name in SET_ASIDE:
+        if option(name) not in (None, False):
+            names.append(name)
+            kwargs[name] = None  # a keyword beats every config, None included
+    if names:
+        logger.warning("%s set aside: speculative_config is on for this call.", ", ".join(names))
+
+
+def _wrap_sample(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **inputs
+    ):
+        def plain():
+            return original(
+                self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, **inputs
+            )
+
+        request = _REQUEST.get()
+        if request is None or request.model is not self or request.is_taken or generation_config.is_assistant:
+            return plain()
+        request.is_taken = True
+        why = request.why_plain or why_plain(self, generation_config, logits_processor, synced_gpus, inputs)
+        if why is not None:
+            request.fall_back(why)
+            return plain()
+        return run_call(request, input_ids, logits_processor, stopping_criteria, generation_config, streamer, inputs)
+
+    return _sample

@@ -1,0 +1,120 @@
+"""Why a call decodes plainly. Each reason is one line a user understands; the report and one warning carry it.
+
+Fallback is no way out: attention-only decoders with position-wise processors, any stopping criterion, scores in the output
+and any batch speculate. What is left stands here.
+"""
+
+import logging
+import weakref
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList
+
+from hf_specdec.host.cache import unsupported_layer
+from hf_specdec.host.families import why_not_ragged
+from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
+from hf_specdec.host.processors import why_not_position_wise
+
+__all__ = ["NO_DRAFT", "mode_reason", "warn_once", "why_draft_unfit", "why_plain"]
+
+logger = logging.getLogger("hf_specdec")
+
+NO_DRAFT = "no draft"
+
+# What `generate()` hands to `_sample` and the loop knows how to carry on.
+_HANDLED = {
+    "attention_mask",
+    "assistant_tokenizer",
+    "cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "tokenizer",
+    "use_cache",
+}
+
+_WARNED: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
+
+
+def warn_once(model: Any, reason: str) -> None:
+    """Log `reason` at WARNING, once per model and reason."""
+    seen = _WARNED.setdefault(model, set())
+    if reason not in seen:
+        seen.add(reason)
+        logger.warning("%s decodes plainly, without speculation: %s.", type(model).__name__, reason)
+
+
+def mode_reason(model: Any, options: Any) -> str:
+    """Why `generate()` never came to sampling or greedy search; `options(name)` looks an option up."""
+    if (options("num_beams") or 1) > 1:
+        return "beam search"
+    if options("custom_generate") is not None:
+        return "custom_generate"
+    for name in ("constraints", "force_words_ids", "dola_layers", "penalty_alpha"):
+        if options(name):
+            return f"decoding mode of {name}"
+    return f"{type(model).__name__} has a decoding loop of its own"
+
+
+def why_plain(model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict) -> str | None:
+    """The reason for plain decoding of a call that has come to `_sample` with `inputs` (its model_kwargs), or None."""
+    if synced:
+        return "synced_gpus (ranks must run the same number of forwards)"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "tensor parallel plan"
+    if model.config.is_encoder_decoder:
+        return "encoder-decoder target"
+    if not inputs.get("use_cache"):
+        return "use_cache=False"
+    if generation_config.output_attentions:
+        return "output_attentions"
+    cache = inputs["cache"] if "cache" in inputs else inputs.get("past_key_values")
+    return (
+        _why_cache(model, cache)
+        or _why_inputs(inputs)
+        or why_not_position_wise(processors)
+        or _why_attention(model, inputs)
+        or why_not_ragged(model)
+    )
+
+
+def _why_cache(model: Any, cache: Any) -> str | None:
+    if getattr(model, "_is_stateful", False):
+        return f"recurrent state of {type(model).__name__}"
+    if cache is None:
+        return f"{type(model).__name__} brings a cache of its own"
+    if type(cache) is not DynamicCache:
+        return f"{type(cache).__name__} has one length for all rows"
+    if cache.offloading:
+        return "offloaded cache"
+    layer = unsupported_layer(cache)
+    return None if layer is None else f"cache layer {layer} cannot be rolled back per row"
+
+
+def _why_inputs(inputs: dict) -> str | None:
+    for name, value in inputs.items():
+        if name not in _HANDLED and isinstance(value, (Tensor, list, tuple, dict)):
+            return f"model input {name}"
+    return None
+
+
+def _why_attention(model: Any, inputs: dict) -> str | None:
+    implementation = model.config.get_text_config(decoder=True)._attn_implementation
+    if implementation in RAGGED_IMPLEMENTATIONS:
+        return None
+    return f"attention implementation {implementation} has no masks for rows of different lengths"
+
+
+def why_draft_unfit(draft: Any) -> str | None:
+    """The reason why `draft` cannot draft (recurrent state, a failed check), or None."""
+    name = type(draft).__name__
+    if getattr(draft, "_is_stateful", False):
+        return f"the draft {name} has recurrent state"
+    layer = unsupported_layer(DynamicCache(config=draft.config.get_text_config(decoder=True)))
+    if layer is not None:
+        return f"the draft's cache layer {layer} cannot be rolled back per row"
+    why = why_not_ragged(draft)
+    return None if why is None else f"draft: {why}"

@@ -1,0 +1,88 @@
+"""One forward of a causal LM over W tokens per row, with per-row positions, on a per-row cache.
+
+Serves the target (verify passes) and the draft (draft steps, catch-up) alike. Knows which keywords a model's forward takes
+and on which device it wants its inputs; leaves what the logits mean to the caller.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_specdec.host.cache import RaggedCache
+
+__all__ = ["ModelRunner", "cache_keyword", "forward_keywords"]
+
+
+def forward_keywords(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters of `model.forward`."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def cache_keyword(model: torch.nn.Module) -> str:
+    """The keyword under which `model.forward` takes its cache: "cache" since 5.20, "past_key_values" before."""
+    return "cache" if "cache" in forward_keywords(model) else "past_key_values"
+
+
+class ModelRunner:
+    """Forwards of `model` on `cache`.
+
+    Args:
+        model: a causal LM.
+        cache: its keys, with per-row lengths.
+        padding_mask: int64 [batch, slots] of the prompt, 0 on padding; None if there is none.
+        last_positions: int64 [..., batch, 1], the position id of the last slot in `padding_mask`'s range.
+        num_slots: slots that the prompt fills.
+        max_slots: no slot at or past this one is ever committed; positions beyond are clamped (learned positions end).
+        extra: further keywords of every forward, e.g. output_hidden_states.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: RaggedCache,
+        padding_mask: Tensor | None,
+        last_positions: Tensor | None,
+        num_slots: int,
+        max_slots: int,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        self.model, self.cache, self.max_slots = model, cache, max_slots
+        self._keywords = forward_keywords(model)
+        self._extra = {cache_keyword(model): cache, "use_cache": True, "return_dict": True, **(extra or {})}
+        self._mask = padding_mask
+        self._offsets: Tensor | None = None
+        if "position_ids" in self._keywords and last_positions is not None:
+            self._offsets = last_positions - (num_slots - 1)
+
+    def forward(self, ids: Tensor, lengths: Sequence[int] | None = None, num_logits: int = 0) -> Any:
+        """Run `ids` [batch, width]; row b's tokens take the slots from `lengths[b]` on (None: where the cache stands).
+
+        `num_logits` > 0 asks for that many last logits only. Returns the model's output; the cache's lengths stay put.
+        """
+        width = ids.shape[1]
+        if lengths is not None:
+            self.cache.row_lengths.set(lengths)
+        self.cache.make_room(width)
+        inputs = dict(self._extra, input_ids=ids.to(self.model.device))
+        if self._offsets is not None:
+            inputs["position_ids"] = self._position_ids(width, inputs["input_ids"].device)
+        if self._mask is not None:
+            inputs["attention_mask"] = self._padding(self.cache.row_lengths.longest + width)
+        if num_logits and "logits_to_keep" in self._keywords:
+            inputs["logits_to_keep"] = num_logits
+        return self.model(**inputs)
+
+    def _position_ids(self, width: int, device: torch.device) -> Tensor:
+        slots = self.cache.row_lengths.on(device)[:, None] + torch.arange(width, device=device)
+        return slots.clamp(max=self.max_slots - 1) + self._offsets.to(device)
+
+    def _padding(self, slots: int) -> Tensor:
+        """The 2-D mask over `slots` slots: the prompt's, then ones."""
+        missing = slots - self._mask.shape[1]
+        if missing > 0:  # doubled, so that it is copied O(log n) times
+            grown = self._mask.new_ones((self._mask.shape[0], self._mask.shape[1] + missing))
+            self._mask = torch.cat([self._mask, grown], dim=1)
+        return self._mask[:, :slots]

@@ -5,10 +5,9 @@ registers, binds a draft to one target and writes the flag into its generation c
 """
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import transformers
 
@@ -23,9 +22,10 @@ __all__ = ["Handle", "enable", "register", "report"]
 
 logger = logging.getLogger("hf_specdec")
 
-_LOCK = threading.RLock()
 _HOOKS = Hooks()
+_LOCK = _HOOKS.lock  # one lock: a target may be collected, and its registration removed, at any point of any thread
 _REGISTRATIONS: list[bool] = []  # one entry per live registration: whether it allows drafts named in data
+_PROBLEMS_NAMED: set[str] = set()
 _MISSING = object()
 _SAVED: "weakref.WeakKeyDictionary[Any, _SavedConfig]" = weakref.WeakKeyDictionary()
 
@@ -43,7 +43,7 @@ class Handle:
             if undo is not None:
                 undo()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Handle":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -66,12 +66,14 @@ def register(config_drafts: bool = True) -> Handle:
         if not _REGISTRATIONS:
             problem = unexpected_hooks()
             if problem is not None:
-                logger.warning(
-                    "hf_specdec stays inert: %s in transformers %s; tested with %s.",
-                    problem,
-                    transformers.__version__,
-                    TESTED_RANGE,
-                )
+                if problem not in _PROBLEMS_NAMED:
+                    _PROBLEMS_NAMED.add(problem)
+                    logger.warning(
+                        "hf_specdec stays inert: %s in transformers %s; tested with %s.",
+                        problem,
+                        transformers.__version__,
+                        TESTED_RANGE,
+                    )
                 return Handle(lambda: None)
             _HOOKS.install()
         _REGISTRATIONS.append(config_drafts)
@@ -132,12 +134,13 @@ def _bound(target: Any, bound: binding.Binding) -> Handle:
             _SAVED[target] = _SavedConfig(target)
         binding.bindings_of(target).append(bound)
         _SAVED[target].write(target, bound.flag)
-    reference = weakref.ref(target)
+    # Weak both ways: a handle that is still held keeps neither the target nor the draft alive.
+    of_target, of_binding = weakref.ref(target), weakref.ref(bound)
 
     def undo() -> None:
-        model = reference()
-        if model is not None:
-            _unbind(model, bound)
+        model, binding_left = of_target(), of_binding()
+        if model is not None and binding_left is not None:
+            _unbind(model, binding_left)
         registration.remove()
 
     weakref.finalize(target, registration.remove)  # a target that is dropped leaves nothing behind

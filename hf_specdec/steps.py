@@ -62,7 +62,8 @@ def commit(
     is_finished = is_finished | (lengths + num_emitted >= max_lengths)
     if eos_ids is not None:
         last_ids = block_ids.gather(1, (num_emitted - 1).clamp(min=0).unsqueeze(1))
-        is_finished = is_finished | ((num_emitted > 0) & _is_any(last_ids, eos_ids).squeeze(1))
+        # A row that emits nothing is finished already, so its meaningless last id does no harm.
+        is_finished = is_finished | _is_any(last_ids, eos_ids).squeeze(1)
     _write(ids, lengths, block_ids, num_emitted)
     return Committed(block_ids, num_emitted, is_finished)
 

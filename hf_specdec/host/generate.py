@@ -5,12 +5,14 @@ of transformers' own assisted decoding are set aside, and a `Request` is put int
 `generate()` prepares everything and calls `_sample`, whose wrap takes the request and runs `host.call`.
 """
 
+import contextlib
 import contextvars
 import functools
 import inspect
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import transformers
@@ -65,7 +67,9 @@ class Hooks:
     def __init__(self) -> None:
         self._originals: dict[str, Callable] = {}
         self._masks: dict[str, Callable] = {}
+        self._num_running = 0
         self.config_drafts = True
+        self.lock = threading.RLock()
 
     def install(self) -> None:
         """Wrap. Call once until `uninstall`."""
@@ -73,24 +77,45 @@ class Hooks:
         GenerationMixin.generate = _wrap_generate(self._originals["generate"], self)
         GenerationMixin._sample = _wrap_sample(self._originals["_sample"])
         GenerationConfig.speculative_config = None  # a class attribute makes the option legal and is never written to JSON
-        self._masks = masks.install_masks()
+        self._masks = self._masks or masks.install_masks()
 
     def uninstall(self) -> None:
-        """Put back the very objects that were found."""
+        """Put back the very objects that were found; the masks once no call needs them any more."""
         for name, original in self._originals.items():
             setattr(GenerationMixin, name, original)
         del GenerationConfig.speculative_config
-        masks.uninstall_masks(self._masks)
-        self._originals, self._masks = {}, {}
+        self._originals = {}
+        self._free_masks()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Keep the masks wrapped for a call, which may outlive the last handle (in a streamer's thread)."""
+        with self.lock:
+            self._num_running += 1
+            self._masks = self._masks or masks.install_masks()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._num_running -= 1
+                self._free_masks()
+
+    def _free_masks(self) -> None:
+        if not self._originals and not self._num_running:
+            masks.uninstall_masks(self._masks)
+            self._masks = {}
 
 
 def _wrap_generate(original: Callable, hooks: Hooks) -> Callable:
-    parameters = list(inspect.signature(original).parameters)
+    parameters = inspect.signature(original).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
         keyword = kwargs.pop(FLAG, None)
-        kwargs.update(zip(parameters[1:], args, strict=False))
+        if len(args) > len(positional) or not kwargs.keys().isdisjoint(positional[: len(args)]):
+            return original(self, *args, **kwargs)  # raises, in Python's own words
+        kwargs.update(zip(positional, args, strict=False))
         config = kwargs.get("generation_config")
         if is_disabled() or getattr(config, "is_assistant", None) or kwargs.get("is_assistant"):
             return original(self, **kwargs)
@@ -100,7 +125,8 @@ def _wrap_generate(original: Callable, hooks: Hooks) -> Callable:
         resolution = resolve(places)
         if resolution.config is None:
             return _without_request(original, self, kwargs)
-        return _flagged_call(original, self, kwargs, resolution, hooks)
+        with hooks.running():
+            return _flagged_call(original, self, kwargs, resolution, hooks)
 
     return generate
 

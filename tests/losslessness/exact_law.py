@@ -1,9 +1,8 @@
 """The exact law of the emitted text, by enumeration through the functions that the loop calls.
 
 Tables give p and q for every prefix. One step from a prefix is a function of its uniforms (one per drafted token, one
-coin per drafted token, one final), piecewise constant in each: it is evaluated once per cell of a product grid that
-contains all breakpoints, weighted with the cell's volume. The breakpoints come from the formulas of the papers, written
-anew here, cell widths are float64. Steps are chained from step border to step border until every text has T tokens.
+coin per drafted token, one final), piecewise constant in each: it is evaluated once per cell of a product grid with all
+breakpoints (from the papers' formulas, written anew), weighted with the cell's volume, from border to border of steps.
 """
 
 import itertools
@@ -51,7 +50,7 @@ class Process:
 
 @dataclass
 class Outcomes:
-    """Weighted outcomes of one step from every prefix of one length; `width` more than the tokens already there."""
+    """Weighted outcomes of one step, in chunks: from which prefix, with what weight, and the text that came out."""
 
     sources: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
@@ -150,7 +149,7 @@ def ideal_accepted_law(process: Process) -> Tensor:
 
     Leviathan et al. 2023, section 3.1; Sun et al. 2024, lemma on the acceptance of sub-blocks. Needs no EOS.
     """
-    tables, vocab = process.tables, process.tables.vocab
+    tables = process.tables
     reach = kept = torch.ones(1, dtype=torch.float64)
     at_least = [torch.ones((), dtype=torch.float64)]
     for length in range(process.num_drafted):
@@ -161,7 +160,6 @@ def ideal_accepted_law(process: Process) -> Tensor:
         ratio = ratio.clamp(max=1.0) if process.rule == "standard" else ratio
         kept = (kept.unsqueeze(1) * ratio).clamp(max=1.0).reshape(-1)
         reach = (reach.unsqueeze(1) * q).reshape(-1)
-        assert reach.numel() == vocab ** (length + 1)
         at_least.append((reach * kept).sum())
     at_least.append(torch.zeros((), dtype=torch.float64))
     return -torch.stack(at_least).diff()
@@ -231,10 +229,8 @@ def _verify_and_commit(process: Process, length: int, chunk: tuple[Tensor, ...],
         uniforms[row, cell],
     )
     vocab, num_tokens = process.tables.vocab, process.num_tokens
-    powers = vocab ** torch.arange(num_tokens - 1, -1, -1)
-    prefix_ids = sources[row].unsqueeze(1) // vocab ** torch.arange(length - 1, -1, -1) % vocab
     text = torch.zeros(len(row), num_tokens, dtype=torch.long)
-    text[:, :length] = prefix_ids
+    text[:, :length] = sources[row].unsqueeze(1) // vocab ** torch.arange(length - 1, -1, -1) % vocab
     start = torch.full((len(row),), length)
     committed = commit(
         text, start, torch.zeros(len(row), dtype=torch.bool), ids[row], verdict.num_accepted, verdict.next_ids,
@@ -246,7 +242,7 @@ def _verify_and_commit(process: Process, length: int, chunk: tuple[Tensor, ...],
     outcomes.sources.append(sources[row])
     outcomes.weights.append(weights[row] * volumes[row, cell])
     outcomes.num_accepted.append(verdict.num_accepted)
-    outcomes.codes.append((text * powers).sum(1))
+    outcomes.codes.append((text * vocab ** torch.arange(num_tokens - 1, -1, -1)).sum(1))
     outcomes.lengths.append(new_lengths)
     outcomes.is_finished.append(committed.is_finished)
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280
     )

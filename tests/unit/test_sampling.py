@@ -64,6 +64,20 @@ def test_draw_never_returns_a_token_of_zero_probability(vocab, uniform):
     assert ids[0] == vocab // 3
 
 
+def test_draw_does_not_trust_the_cumulative_sum_to_be_monotone(monkeypatch):
+    # Parallel scans on a GPU may raise the sum by a rounding at an id of weight 0.
+    original = torch.Tensor.cumsum
+
+    def rounded(self, *args, **kwargs):
+        total = original(self, *args, **kwargs)
+        return torch.where(self == 0, total * (1 + 1e-9), total)
+
+    probs = torch.tensor([[0.5, 0.0, 0.5, 0.0]], dtype=torch.float64)
+    monkeypatch.setattr(torch.Tensor, "cumsum", rounded)
+    for uniform, expected in [(0.5, 2), (0.5 + 1e-10, 2), (ALMOST_ONE, 2), (0.4, 0)]:
+        assert draw(probs, torch.tensor([uniform], dtype=torch.float64)).tolist() == [expected]
+
+
 def test_draw_returns_the_last_possible_token_when_the_uniform_rounds_to_one():
     probs = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
     # A float32 uniform just below 1 times the total must not run over the end, nor an exact 1 from a careless caller.

@@ -9,7 +9,16 @@ EOS = torch.tensor([9])
 PAD = -7
 
 
-def run_commit(texts, draft, num_accepted, next_ids, eos=EOS, capacity=8, max_lengths=8, finished=None):
+def run_commit(
+    texts,
+    draft,
+    num_accepted,
+    next_ids,
+    eos: torch.Tensor | None = EOS,
+    capacity=8,
+    max_lengths: int | list[int] = 8,
+    finished=None,
+):
     """Commit to a buffer that holds `texts`; returns the verdict and the buffer."""
     ids = torch.full((len(texts), capacity), PAD)
     for row, text in enumerate(texts):

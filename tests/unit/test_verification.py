@@ -8,6 +8,9 @@ from hf_specdec.verification import (
     BlockVerifier,
     StandardVerifier,
     Verifier,
+    _keep_probs,
+    _prefix_probs,
+    _probs_at_ids,
     verify_block,
     verify_greedy,
     verify_standard,
@@ -133,7 +136,7 @@ def test_equal_probabilities_accept_everything(verify, dtype):
 
 def test_rejected_token_comes_from_residual():
     case = one_row([[0.1, 0.6, 0.3], [0.0, 0.0, 1.0]], [[0.8, 0.1, 0.1]], [0], [0.9])
-    residual = residual_probs(case[0][0, 0], case[1][0, 0])
+    residual = residual_probs(torch.tensor([0.1, 0.6, 0.3]), torch.tensor([0.8, 0.1, 0.1]))
     assert residual.tolist() == pytest.approx([0, 5 / 7, 2 / 7])
     for uniform, expected in [(0.0, 1), (5 / 7 - 1e-9, 1), (5 / 7 + 1e-9, 2), (ALMOST_ONE, 2)]:
         case[-1][0, -1] = uniform
@@ -251,6 +254,16 @@ def test_block_rule_can_keep_a_token_that_the_standard_rule_rejects():
     assert verify_block(*case).num_accepted.tolist() == [2]
 
 
+def test_block_rule_has_no_nan_where_nothing_is_left_of_the_residual():
+    target, _, ids, _, _ = random_case(12)
+    draft = target[:, :4].clone()
+    target_at, draft_at = _probs_at_ids(target, draft, ids)
+    prefix_probs = _prefix_probs(target_at, draft_at)
+    keep_probs = _keep_probs(target, draft, target_at, prefix_probs, torch.full((64,), 4))
+    assert (prefix_probs == 1).all()
+    assert (keep_probs == 1).all()
+
+
 def test_block_rule_draws_from_the_scaled_residual():
     # p_1 = 0.5 keeps prefix 1 with a / (a + 1 - p_1), a = max(0.4 - 0.2, 0) + max(0.1 - 0.8, 0) = 0.2, so 2 / 7.
     case = one_row([[0.4, 0.6], [0.8, 0.2], [1.0, 0.0]], [[0.8, 0.2], [0.2, 0.8]], [0, 1], [2 / 7 - 1e-9, 0.9])
@@ -288,4 +301,4 @@ def test_rules_are_registered_by_name():
 
 def test_verifier_is_an_interface():
     with pytest.raises(TypeError, match="abstract"):
-        Verifier()
+        Verifier()  # pyright: ignore[reportAbstractUsage]

@@ -10,7 +10,8 @@ Algorithm 2, for a batch of rows that accept different numbers of tokens:
         text += x̃₁ … x̃ₙ, y   (cut at ends)         commit           steps.py, host/emission.py
         forget the keys past n                     roll back        one integer per row (host/cache.py)
 
-The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh for every step, row and slot.
+The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh for every step, row and
+slot.
 """
 
 from dataclasses import dataclass
@@ -184,7 +185,8 @@ def draft_lengths_on_host(call: SpeculativeCall, draft: Draft) -> list[int] | No
 
 
 def decide(call: SpeculativeCall, scores: Tensor, draft: Draft, coins: Tensor) -> tuple[Verdict, Tensor | None]:
-    """Verify the block; also bool [batch], rows whose next token came from NaN (None when greedy: plain takes it too)."""
+    """Verify the block; also bool [batch], rows whose next token came from NaN (None when greedy: plain takes it
+    too)."""
     if not call.is_sampling:
         return verify_greedy(scores.argmax(dim=-1), draft.token_ids, draft.lengths), None
     target_probs = sampling.softmax_probs(scores)
@@ -245,8 +247,8 @@ def check_for_nan(call: SpeculativeCall, read: StepRead) -> None:
 def target_nan(name: str, row: int) -> TargetNaN:
     """The error for NaN in the target's scores."""
     return TargetNaN(
-        f"The target {name} gave NaN or only -inf scores in row {row}, after its logits processors: no token can be drawn. "
-        "Check its dtype (float16 overflows) and its logits processors; the draft has no part in this."
+        f"The target {name} gave NaN or only -inf scores in row {row}, after its logits processors: no token can be "
+        "drawn. Check its dtype (float16 overflows) and its logits processors; the draft has no part in this."
     )
 
 

@@ -1,7 +1,8 @@
 """`enable()`, `register()` and the handles that undo them.
 
-`register()` installs the wraps, counted: the first handle installs, the last removal puts the originals back. `enable()`
-registers, binds a draft to one target and writes the flag into its generation config; handles stack per target.
+`register()` installs the wraps, counted: the first handle installs, the last removal puts the originals back.
+`enable()` registers, binds a draft to one target and writes the flag into its generation config; handles stack per
+target.
 """
 
 import logging
@@ -93,7 +94,8 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
 
     Args:
         target: a loaded transformers model (or a PEFT model, compiled model or pipeline around one).
-        draft: a Hub id, a folder, or a loaded PreTrainedModel with the target's tokenizer; may be `target` itself. A name is
+        draft: a Hub id, a folder, or a loaded PreTrainedModel with the target's tokenizer; may be `target` itself. A
+        name is
             loaded at once: dtype="auto", on the device of the target's output head, eval mode, safetensors.
         **config: keys of `SpeculativeConfig`, e.g. ``num_speculative_tokens=5``.
 

@@ -36,7 +36,7 @@ def register_verifier(name: str, cls: type) -> None:
     Raises:
         TypeError: `cls` is not a class whose instances can be called.
     """
-    if not isinstance(cls, type) or not callable(getattr(cls, "__call__", None)):
+    if not isinstance(cls, type) or "__call__" not in dir(cls):
         raise TypeError(f"register_verifier expects a Verifier class with a `__call__` method, got {cls!r}.")
     VERIFIERS[name] = cls
 

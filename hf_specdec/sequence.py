@@ -1,8 +1,9 @@
 """The text being written: committed ids of every row, with room for the block under verification.
 
-`ids[row, :lengths[row]]` is committed; what lies beyond is scratch (drafted tokens wait there so that logits processors see
-each position's own prefix). Lengths exist twice, as a tensor for the step functions and as a host list that follows the
-loop's one read per step. Columns index `input_ids` as the caller sees them. Knows nothing of models or caches.
+`ids[row, :lengths[row]]` is committed; what lies beyond is scratch (drafted tokens wait there so that logits
+processors see each position's own prefix). Lengths exist twice, as a tensor for the step functions and as a host list
+that follows the loop's one read per step. Columns index `input_ids` as the caller sees them. Knows nothing of models
+or caches.
 """
 
 from collections.abc import Sequence as Rows

@@ -1,7 +1,7 @@
 """Axis names of the tensors in this package, as code.
 
-`batch` rows · `seq` token positions of a text · `draft` drafted positions (K) · `verify` = draft + 1 positions scored by
-one target forward · `vocab` token ids of the target. Shapes in signatures use these names (jaxtyping).
+`batch` rows · `seq` token positions of a text · `draft` drafted positions (K) · `verify` = draft + 1 positions scored
+by one target forward · `vocab` token ids of the target. Shapes in signatures use these names (jaxtyping).
 
 Knows nothing of models or caches.
 """

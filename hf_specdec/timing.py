@@ -1,10 +1,11 @@
 """Seconds of the parts of a step without extra synchronisation.
 
-On a CPU the clock is read. On an accelerator events are recorded into the queue and read after the step's one host read,
-when they have passed. Knows nothing of what it times.
+On a CPU the clock is read. On an accelerator events are recorded into the queue and read after the step's one host
+read, when they have passed. Knows nothing of what it times.
 """
 
 import time
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
-        self._marks: dict[str, float | torch.cuda.Event] = {}
+        self._marks: dict[str, Any] = {}  # seconds, or events on an accelerator
 
     def mark(self, name: str) -> None:
         """Remember now as `name`."""
@@ -30,6 +31,4 @@ class StepTimer:
     def seconds(self, start: str, end: str) -> float:
         """Seconds from mark `start` to mark `end`."""
         first, last = self._marks[start], self._marks[end]
-        if isinstance(first, float) or isinstance(last, float):
-            return float(last) - float(first)  # type: ignore[arg-type]
-        return first.elapsed_time(last) / 1e3
+        return first.elapsed_time(last) / 1e3 if self._on_device else last - first

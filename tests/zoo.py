@@ -62,7 +62,7 @@ _SEED_AND_NOISE: dict[str, tuple[int, float]] = {
     "Qwen3-MoE": (0, 0.08),
     "Phi-3": (1, 0.1),
     "GPT-Neo": (0, 0.05),
-    "GPT-J": (0, 0.12),
+    "GPT-J": (0, 0.15),
     "BLOOM": (9, 0.06),
     "MPT": (6, 0.12),
     "Falcon": (0, 0.08),

@@ -1,7 +1,8 @@
 """What every drafter does: propose tokens after each row's committed text.
 
-A drafter lives for one `generate()` call. It sees the text (`Sequence`), says what it proposes and the law it drew from, and
-keeps whatever state of its own; after a rejection it finds shorter rows the next time it is asked, nothing else.
+A drafter lives for one `generate()` call. It sees the text (`Sequence`), says what it proposes and the law it drew
+from, and keeps whatever state of its own; after a rejection it finds shorter rows the next time it is asked, nothing
+else.
 
 To add one: subclass `Drafter`, implement `propose`, `hf_specdec.register_drafter("name", cls)`; it is then a `method`.
 """
@@ -50,7 +51,8 @@ class DraftRequest:
         target: the target model.
         model: the draft model, None for drafters without one.
         padding_mask: int64 [batch, seq] of the prompt, 0 on padding; None if there is none.
-        history_ids: int64 [batch, past] ids that a handed-over cache already holds before the prompt's first column; None if
+        history_ids: int64 [batch, past] ids that a handed-over cache already holds before the prompt's first column;
+        None if
             there are none or they are not known.
         is_sampling: whether tokens are drawn (True) or chosen greedily.
         eos_ids: int64 [num_eos] or None; drafting ends after one of them.

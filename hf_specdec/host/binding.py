@@ -76,7 +76,8 @@ def record_report(target: Any, report: Any) -> None:
 
 
 def last_report(target: Any) -> Any:
-    """The last report of this thread, else (streamers run `generate` in a thread of their own) of any thread, else None."""
+    """The last report of this thread, else (streamers run `generate` in a thread of their own) of any thread, else
+    None."""
     own = getattr(_THREAD, "reports", {}).get(target)
     with _LOCK:
         return own if own is not None else _REPORTS.get(target)

@@ -1,18 +1,19 @@
 """A key/value cache in which every row has its own length, so that rollback is an integer.
 
 Rejected tokens differ from row to row. Instead of copying keys and values around, each layer keeps one buffer
-``[batch, heads, capacity, head_dim]``; a pass over W tokens writes at slots ``length[row] .. length[row] + W - 1``; commit
-or rollback sets ``length[row]``. Slots beyond a row's length hold stale keys: causality hides them (the query's own slot is
-smaller) and the next pass overwrites them.
+``[batch, heads, capacity, head_dim]``; a pass over W tokens writes at slots ``length[row] .. length[row] + W - 1``;
+commit or rollback sets ``length[row]``. Slots beyond a row's length hold stale keys: causality hides them (the query's
+own slot is smaller) and the next pass overwrites them.
 
-Prefill happens in transformers' own DynamicCache. `RaggedCache.take` moves its keys over, `give_back` moves them into the
-same object again, so a caller's cache grows in place and stays an ordinary DynamicCache.
+Prefill happens in transformers' own DynamicCache. `RaggedCache.take` moves its keys over, `give_back` moves them into
+the same object again, so a caller's cache grows in place and stays an ordinary DynamicCache.
 
 Sliding layers store slots from `base` on and drop what no live row can see any more when room runs out.
 Leaves masks to `host.masks`, positions to `host.runner`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 __all__ = ["RaggedCache", "RowLengths", "unsupported_layer"]
 
-# Room added when a buffer is full: at least this many slots, else half of what it holds (amortised O(1) copies a token).
+# Room added when a buffer is full: at least this many slots, else half of what it holds (amortised O(1) copies a
+# token).
 MIN_GROWTH = 256
 
 # Layers without keys of their own (shared or absent attention) pass through untouched; 5.17 has none.
@@ -73,6 +75,8 @@ class RaggedLayer(CacheLayerMixin):
     """One attention layer: buffers [batch, heads, capacity, head_dim], of which `lengths` says what counts."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, lengths: RowLengths, keys: Tensor, values: Tensor, base: int = 0) -> None:
         super().__init__()
@@ -86,7 +90,8 @@ class RaggedLayer(CacheLayerMixin):
         """Nothing to do: the layer is made from filled buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write [batch, heads, width, head_dim] states at each row's length; return the buffers up to the longest row."""
+        """Write [batch, heads, width, head_dim] states at each row's length; return the buffers up to the longest
+        row."""
         width = key_states.shape[-2]
         self.make_room(width)
         end = self.lengths.longest + width - self.base
@@ -118,12 +123,12 @@ class RaggedLayer(CacheLayerMixin):
         """No maximum: -1, as DynamicLayer says it."""
         return -1
 
-    def hand_back(self, layer: DynamicLayer, width: int) -> None:
+    def hand_back(self, layer: Any, width: int) -> None:
         """Move the first `width` slots of every row into `layer`, as plain decoding would have left it."""
         layer.keys = self.keys[:, :, :width].contiguous()
         layer.values = self.values[:, :, :width].contiguous()
         layer.is_initialized, layer.device = True, self.keys.device
-        self.keys = self.values = None  # frees the buffer before the next layer is copied
+        del self.keys, self.values  # frees the buffer before the next layer is copied
 
 
 class RaggedSlidingLayer(RaggedLayer):
@@ -149,7 +154,7 @@ class RaggedSlidingLayer(RaggedLayer):
                 self.base += drop
         super().make_room(width)
 
-    def hand_back(self, layer: DynamicSlidingWindowLayer, width: int) -> None:
+    def hand_back(self, layer: Any, width: int) -> None:
         """As plain: the last `window - 1` slots, and how many were seen in all."""
         first = max(width - self.sliding_window + 1, 0) - self.base
         layer.keys = self.keys[:, :, max(first, 0) : width - self.base].contiguous()
@@ -157,7 +162,7 @@ class RaggedSlidingLayer(RaggedLayer):
         layer.cumulative_length = width
         layer.is_initialized, layer.device = True, self.keys.device
         layer._sliding_window_tensor = layer._sliding_window_tensor.to(layer.device)
-        self.keys = self.values = None
+        del self.keys, self.values
 
 
 class RaggedCache(Cache):

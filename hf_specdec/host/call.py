@@ -1,7 +1,7 @@
 """One speculative call: from what `generate()` prepared to what it returns.
 
-Prefill is transformers' own. The first token comes from it as in plain decoding; then the loop of `decoding` runs, and the
-keys go back to the cache they came from, whatever happened.
+Prefill is transformers' own. The first token comes from it as in plain decoding; then the loop of `decoding` runs, and
+the keys go back to the cache they came from, whatever happened.
 """
 
 from dataclasses import dataclass, field
@@ -60,7 +60,13 @@ class Request:
 
 
 def run_call(
-    request: Request, input_ids: Tensor, processors: Any, stopping: Any, generation_config: Any, streamer: Any, inputs: dict
+    request: Request,
+    input_ids: Tensor,
+    processors: Any,
+    stopping: Any,
+    generation_config: Any,
+    streamer: Any,
+    inputs: dict,
 ) -> Any:
     """Decode speculatively; returns what `_sample` returns."""
     model = request.model
@@ -76,7 +82,7 @@ def run_call(
     del outputs
     timer.mark("prefilled")
     call = _prepared(request, input_ids, processors, stopping, generation_config, streamer, inputs, cache, recorder)
-    sequences = None
+    sequences: Tensor | None = None
     try:
         with model._optimize_model_for_decode():
             first_tokens(call, scores)
@@ -86,6 +92,7 @@ def run_call(
     finally:
         cache = call.target.release(call.sequence, sequences)
         _remember_draft(call, cache)
+    assert sequences is not None
     return recorder.output(sequences, sequences.shape[1] - input_ids.shape[1], cache)
 
 
@@ -138,7 +145,9 @@ def _fitting_draft_length(request: Request, batch: int, is_sampling: bool) -> in
     per_position = batch * output_vocab_size(request.model) * 4
     fits = max(1, (PROBS_BYTES // per_position - 1) // 2)  # K rows of q, K + 1 rows of p
     if fits < asked:
-        request.counters.note(f"Drafting {fits} tokens per step instead of {asked}: more probabilities would not fit 256 MB.")
+        request.counters.note(
+            f"Drafting {fits} tokens per step instead of {asked}: more probabilities would not fit 256 MB."
+        )
     return min(asked, fits)
 
 
@@ -156,7 +165,9 @@ def _drafter(
     memory = draft_memories.get(target.source)
     history = _history(memory, sequence, target.shift)
     if target.shift and history is None:
-        request.counters.note("The draft does not know the tokens in the cache handed over: it drafts from the new ones only.")
+        request.counters.note(
+            "The draft does not know the tokens in the cache handed over: it drafts from the new ones only."
+        )
         padding_mask = None if padding_mask is None else padding_mask[:, target.shift :]
     return cls(
         DraftRequest(

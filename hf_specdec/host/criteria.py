@@ -1,11 +1,12 @@
 """Stopping criteria asked on every accepted prefix, not once per block.
 
 Those that transformers ships are split by what they look at: end-of-sequence ids and the maximum length are cut on the
-device by `steps.commit`; stop strings look at the tail, so the block's prefixes become rows of one call; time is read once a
-step. Any other criterion is called exactly as plain calls it, by `host.emission`.
+device by `steps.commit`; stop strings look at the tail, so the block's prefixes become rows of one call; time is read
+once a step. Any other criterion is called exactly as plain calls it, by `host.emission`.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ class Criteria:
     Attributes:
         eos_ids: int64 [num_eos] on the text's device, or None.
         max_length: columns at which every row ends, or None.
-        pads_finished_rows: whether plain pads a row after its end (it does once any criterion has `eos_token_id`); without,
+        pads_finished_rows: whether plain pads a row after its end (it does once any criterion has `eos_token_id`);
+        without,
             a stopped row goes on with real tokens until the last row has stopped.
         others: criteria called column by column.
     """
@@ -37,14 +39,14 @@ class Criteria:
         self.max_length: int | None = min(lengths) if lengths else None
         self.pads_finished_rows = any(hasattr(c, "eos_token_id") for c in criteria)
         self.others = [c for c in criteria if type(c) not in built_in]
-        self._stop_strings = [c for c in criteria if type(c) is StopStringCriteria]
-        self._timers = [c for c in criteria if type(c) is MaxTimeCriteria]
+        self._stop_strings: list[Any] = [c for c in criteria if type(c) is StopStringCriteria]
+        self._timers: list[Any] = [c for c in criteria if type(c) is MaxTimeCriteria]
         # The reminder about max_position_embeddings is theirs to give: plain asks at every length, we at the last one.
         self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
 
     def stop_string_hits(self, sequence: Sequence, width: int) -> Tensor | None:
-        """int64 [batch]: how many of the `width` block ids (in the scratch of `sequence`) complete a stop string, counted
-        from 1; width + 1 where none does. None without stop strings."""
+        """int64 [batch]: how many of the `width` block ids (in the scratch of `sequence`) complete a stop string,
+        counted from 1; width + 1 where none does. None without stop strings."""
         if not self._stop_strings:
             return None
         hits = torch.zeros((sequence.batch, width), dtype=torch.bool, device=sequence.device)

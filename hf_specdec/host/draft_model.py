@@ -70,7 +70,7 @@ class DraftModel:
         self.shift = 0 if history is None else history.shape[1]
         self.valid: list[int] = []
         self._runner: ModelRunner | None = None
-        self._blocked: Tensor | None = None
+        self._blocked = torch.zeros((), dtype=torch.bool)  # per row from the prefill on
         self._padding = self._row_padding()
         self._sequence: Sequence | None = None
 
@@ -108,7 +108,8 @@ class DraftModel:
             self.valid = [length - 2 for length in lengths]
 
     def next_scores(self, feed: Tensor, sequence: Sequence, position: int) -> Tensor:
-        """Scores [batch, target vocab] float32 for drafted position `position`; `feed` [batch, 2 or 1] are its inputs."""
+        """Scores [batch, target vocab] float32 for drafted position `position`; `feed` [batch, 2 or 1] are its
+        inputs."""
         first = position - 1 if position else -2
         starts = [length + self.shift + first for length in sequence.host_lengths]
         output = self._forward(feed, starts)
@@ -116,6 +117,7 @@ class DraftModel:
         return self.vocabulary.to_target_logits(output.logits[:, -1].to(sequence.device))
 
     def _forward(self, ids: Tensor, starts: list[int]) -> Any:
+        assert self._runner is not None
         try:
             return self._runner.forward(ids.clamp(max=self.vocabulary.draft_size - 1), starts, num_logits=1)
         except Exception as error:  # whatever a draft model may raise: the call must go on without it
@@ -151,7 +153,7 @@ class DraftModel:
     def _resumed(self, context: Tensor) -> tuple[RaggedCache | None, int]:
         memory: DraftMemory | None = self.request.resume
         usable = None if memory is None else memory.common_prefix(self.model, context, self.request.padding_mask)
-        if not usable or min(usable) == 0:
+        if memory is None or not usable or min(usable) == 0:
             return None, 0
         return memory.cache, min(usable)
 

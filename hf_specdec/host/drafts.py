@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import Resolution, SpeculativeConfig
 from hf_specdec.drafters import Drafter
+from hf_specdec.drafters.model import ModelDrafter  # noqa: F401  (registers "draft_model")
 from hf_specdec.host import binding
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft
@@ -27,11 +28,14 @@ def check_pair(target: Any, draft: Any) -> None:
         ValueError: an encoder-decoder draft for a decoder-only target, or vocabularies that differ.
     """
     if not isinstance(draft, PreTrainedModel):
-        raise TypeError(f"The draft must be a Hub id, a folder or a loaded PreTrainedModel, got {type(draft).__name__}.")
+        raise TypeError(
+            f"The draft must be a Hub id, a folder or a loaded PreTrainedModel, got {type(draft).__name__}."
+        )
     if draft.config.is_encoder_decoder and not target.config.is_encoder_decoder:
         raise ValueError(
-            f"{type(draft).__name__} is an encoder-decoder model and {type(target).__name__} a decoder-only one: its tokens "
-            "depend on an encoder input that the target does not have. Use a decoder-only draft with the same tokenizer."
+            f"{type(draft).__name__} is an encoder-decoder model and {type(target).__name__} a decoder-only one: its "
+            "tokens depend on an encoder input that the target does not have. Use a decoder-only draft with the same "
+            "tokenizer."
         )
     if draft is not target:
         tokenizers = find_tokenizer(target), find_tokenizer(draft)
@@ -48,7 +52,8 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
         may_load: whether a draft that is named in data may be loaded.
 
     Raises:
-        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that cannot be
+        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that cannot
+        be
             loaded.
     """
     config = resolution.config
@@ -73,9 +78,8 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
     return draft, why_draft_unfit(draft)
 
 
-def _load_named(
-    target: Any, config: SpeculativeConfig, named_in: str | None, may_load: bool
-) -> tuple[Any, str | None]:
+def _load_named(target: Any, config: SpeculativeConfig, named_in: str | None, may_load: bool) -> tuple[Any, str | None]:
+    assert config.model is not None
     if not may_load:
         return None, f"{NO_DRAFT}: register(config_drafts=False) forbids loading {config.model!r}"
     drafts = binding.loaded_drafts(target)

@@ -1,8 +1,8 @@
 """What the caller sees, column by column.
 
-Rows run ahead of one another; a caller sees whole columns. A column is released when every row has it: then criteria of the
-caller's own are asked with the (batch, length) ids, once per length and in order, and the streamer gets the column's tokens,
-as in plain decoding. A row that such a criterion ends gives back the tokens it was ahead.
+Rows run ahead of one another; a caller sees whole columns. A column is released when every row has it: then criteria
+of the caller's own are asked with the (batch, length) ids, once per length and in order, and the streamer gets the
+column's tokens, as in plain decoding. A row that such a criterion ends gives back the tokens it was ahead.
 """
 
 from typing import Any
@@ -113,7 +113,10 @@ class Emission:
 
     def _token(self, row: int, column: int) -> int:
         index = column - self.sequence.prompt_length
-        return self.tokens[row][index] if index < len(self.tokens[row]) else self.pad_id
+        if index < len(self.tokens[row]):
+            return self.tokens[row][index]
+        assert self.pad_id is not None  # a row ends before the others only where plain pads
+        return self.pad_id
 
     def _ask_others(self, length: int) -> None:
         ids = self.padded_ids(length)

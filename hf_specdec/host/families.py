@@ -1,8 +1,8 @@
 """Whether a model's forward is right on a cache with per-row lengths.
 
 Families that the test suites cover are taken as they are. Any other causal LM, remote code included, is tried once: two
-ragged rows against single-row passes, at most four passes of at most eight tokens. Wrong is never acceptable: a model that
-fails decodes plainly, with the numbers in the reason.
+ragged rows against single-row passes, at most four passes of at most eight tokens. Wrong is never acceptable: a model
+that fails decodes plainly, with the numbers in the reason.
 """
 
 import threading
@@ -24,7 +24,8 @@ VERIFIED = frozenset({"gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "op
 # Families whose fault no pass of eight tokens shows: what is wrong with them on rows of different lengths.
 _UNFIT = {"gpt_neo": "its local layers cut their window by slot inside the attention module"}
 
-# Two orders of magnitude above what differently shaped kernels of the same dtype give, two below what a wrong mask gives.
+# Two orders of magnitude above what differently shaped kernels of the same dtype give, two below what a wrong mask
+# gives.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 _LOCK = threading.Lock()
@@ -34,7 +35,8 @@ ROWS = ((5, 3, 7, 2, 6, 4, 8, 1), (7, 2, 4, 6, 3))  # ids; the second row is lef
 
 
 def why_not_ragged(model: Any) -> str | None:
-    """The reason why `model` cannot be scored on per-row lengths, None if it can. Tried once per model and attention."""
+    """The reason why `model` cannot be scored on per-row lengths, None if it can. Tried once per model and
+    attention."""
     config = model.config.get_text_config(decoder=True)
     if config.model_type in _UNFIT:
         return f"{type(model).__name__} cannot have rows of different lengths: {_UNFIT[config.model_type]}"

@@ -1,8 +1,8 @@
 """The way in: wraps of `GenerationMixin.generate` and `GenerationMixin._sample`.
 
-The wrap of `generate` reads the flag. Without it the original runs, untouched. With it, the call's draft is found, options
-of transformers' own assisted decoding are set aside, and a `Request` is put into a context variable; the original
-`generate()` prepares everything and calls `_sample`, whose wrap takes the request and runs `host.call`.
+The wrap of `generate` reads the flag. Without it the original runs, untouched. With it, the call's draft is found,
+options of transformers' own assisted decoding are set aside, and a `Request` is put into a context variable; the
+original `generate()` prepares everything and calls `_sample`, whose wrap takes the request and runs `host.call`.
 """
 
 import contextlib
@@ -43,7 +43,14 @@ def is_disabled() -> bool:
 def unexpected_hooks() -> str | None:
     """What in this transformers does not look as the wraps need it, or None."""
     needed = {
-        "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"),
+        "_sample": (
+            "input_ids",
+            "logits_processor",
+            "stopping_criteria",
+            "generation_config",
+            "synced_gpus",
+            "streamer",
+        ),
         "_prefill": ("input_ids", "generation_config", "model_kwargs"),
         "generate": ("generation_config", "assistant_model", "streamer"),
     }
@@ -74,16 +81,21 @@ class Hooks:
     def install(self) -> None:
         """Wrap. Call once until `uninstall`."""
         self._originals = {name: GenerationMixin.__dict__[name] for name in ("generate", "_sample")}
-        GenerationMixin.generate = _wrap_generate(self._originals["generate"], self)
-        GenerationMixin._sample = _wrap_sample(self._originals["_sample"])
-        GenerationConfig.speculative_config = None  # a class attribute makes the option legal and is never written to JSON
+        wraps = {
+            "generate": _wrap_generate(self._originals["generate"], self),
+            "_sample": _wrap_sample(self._originals["_sample"]),
+        }
+        for name, wrap in wraps.items():
+            setattr(GenerationMixin, name, wrap)
+        # A class attribute makes the option legal and is never written to JSON.
+        GenerationConfig.speculative_config = None  # pyright: ignore[reportAttributeAccessIssue]
         self._masks = self._masks or masks.install_masks()
 
     def uninstall(self) -> None:
         """Put back the very objects that were found; the masks once no call needs them any more."""
         for name, original in self._originals.items():
             setattr(GenerationMixin, name, original)
-        del GenerationConfig.speculative_config
+        delattr(GenerationConfig, FLAG)
         self._originals = {}
         self._free_masks()
 
@@ -209,7 +221,14 @@ def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
 def _wrap_sample(original: Callable) -> Callable:
     @functools.wraps(original)
     def _sample(
-        self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None, **inputs
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **inputs,
     ):
         def plain():
             return original(

@@ -1,9 +1,9 @@
 """Attention masks for rows of different lengths: one wrap around transformers' own mask functions.
 
-transformers builds masks by index arithmetic: `mask_function(batch, head, query_slot, key_slot)`. When a cache reports one
-query offset per row (a 1-D tensor) instead of an integer, the wrap adds the row's offset to the query index and calls the
-original. Everything else (sliding windows, chunks, padding, dtype, block masks) stays transformers' work, because slot
-distance is position distance within a row. With an integer offset the original is called untouched.
+transformers builds masks by index arithmetic: `mask_function(batch, head, query_slot, key_slot)`. When a cache reports
+one query offset per row (a 1-D tensor) instead of an integer, the wrap adds the row's offset to the query index and
+calls the original. Everything else (sliding windows, chunks, padding, dtype, block masks) stays transformers' work,
+because slot distance is position distance within a row. With an integer offset the original is called untouched.
 """
 
 import functools
@@ -32,7 +32,8 @@ def _per_row_offsets(original: Callable) -> Callable:
         offsets = kwargs.get("q_offset", 0)
         if not isinstance(offsets, Tensor) or offsets.ndim != 1:
             return original(*args, **kwargs)
-        # A skipped mask would be taken for a prefill (q > 1) or for "sees everything" (q = 1): rows need theirs written out.
+        # A skipped mask would be taken for a prefill (q > 1) or for "sees everything" (q = 1): rows need theirs
+        # written out.
         kwargs.update(
             q_offset=0,
             mask_function=_shifted(kwargs.get("mask_function", causal_mask_function), offsets),

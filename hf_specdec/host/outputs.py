@@ -1,7 +1,7 @@
 """`return_dict_in_generate`: one entry per new token, although tokens come in blocks and rows run apart.
 
-Scores, raw logits and hidden states of a block position belong to the column that they predicted. A row's entries after its
-end are zeros (plain fills them with what its padded continuation gives; nobody can use that).
+Scores, raw logits and hidden states of a block position belong to the column that they predicted. A row's entries
+after its end are zeros (plain fills them with what its padded continuation gives; nobody can use that).
 """
 
 from collections.abc import Sequence as Rows
@@ -46,7 +46,9 @@ class OutputRecorder:
         if self._hidden is not None:
             self._hidden.append(hidden_states)
 
-    def add_block(self, scores: Tensor, logits: Tensor, hidden_states: Any, columns: Rows[int], counts: Rows[int]) -> None:
+    def add_block(
+        self, scores: Tensor, logits: Tensor, hidden_states: Any, columns: Rows[int], counts: Rows[int]
+    ) -> None:
         """A verified block.
 
         Args:
@@ -63,7 +65,9 @@ class OutputRecorder:
             for row, (column, count) in enumerate(zip(columns, counts, strict=True)):
                 for position in range(count):
                     while len(self._hidden) <= column + position:
-                        self._hidden.append(tuple(layer.new_zeros((layer.shape[0], 1, layer.shape[2])) for layer in hidden_states))
+                        self._hidden.append(
+                            tuple(layer.new_zeros((layer.shape[0], 1, layer.shape[2])) for layer in hidden_states)
+                        )
                     for kept, layer in zip(self._hidden[column + position], hidden_states, strict=True):
                         kept[row, 0] = layer[row, position]
 

@@ -1,17 +1,22 @@
-"""Logits processors over a block: every position's scores as plain decoding computes them with that position's own prefix.
+"""Logits processors over a block: every position's scores as plain decoding computes them with that position's own
+prefix.
 
-Plain decoding calls the list once per token with ids [batch, length]. A block has W positions in each of B rows of different
-lengths. Three ways to the same numbers, by what a processor looks at:
+Plain decoding calls the list once per token with ids [batch, length]. A block has W positions in each of B rows of
+different lengths. Three ways to the same numbers, by what a processor looks at:
 
 * *flat*: the scores alone (temperature, top-k …): one call on [B·W, vocab].
-* *vectorised*: a tensor form of our own for those that everybody uses (repetition penalty, no-repeat-ngram, minimum lengths).
+* *vectorised*: a tensor form of our own for those that everybody uses (repetition penalty, no-repeat-ngram, minimum
+lengths).
 * *exact calls*: one call per row and position on that very prefix, for the rest of the position-wise ones.
 
-A processor is position-wise if it stands in a table here or says so (`position_wise = True`): called twice on the same ids it
-answers the same. Others keep state or are not known: `why_not_position_wise` names them, and plain decoding runs.
+A processor is position-wise if it stands in a table here or says so (`position_wise = True`): called twice on the
+same ids it answers the same. Others keep state or are not known: `why_not_position_wise` names them, and plain decoding
+runs.
 """
 
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +98,9 @@ def _repetition_penalty(processor, scores: Tensor, sequence: Sequence, first: in
 def _no_repeat_ngram(processor, scores: Tensor, sequence: Sequence, first: int) -> Tensor:
     size, (batch, width, vocab) = processor.ngram_size, scores.shape
     ends = _prefix_lengths(sequence, first, width)  # [batch, width]
-    windows = sequence.ids.unfold(1, size, 1) if sequence.ids.shape[1] >= size else sequence.ids.new_zeros((batch, 0, size))
+    windows = (
+        sequence.ids.unfold(1, size, 1) if sequence.ids.shape[1] >= size else sequence.ids.new_zeros((batch, 0, size))
+    )
     starts = torch.arange(windows.shape[1], device=scores.device)
     match = starts[None, None] + size <= ends[..., None]  # whole window inside the prefix
     for offset in range(size - 1):  # over the n-gram's own positions, not over tokens
@@ -145,7 +152,9 @@ def why_not_position_wise(processors: LogitsProcessorList) -> str | None:
             return f"stateful logits processor {kind.__name__}"
         is_known = kind in FLAT or kind in VECTORISED or kind in EXACT_CALLS
         if not is_known and getattr(processor, "position_wise", False) is not True:
-            return f"logits processor {kind.__name__} is not known to be position-wise (position_wise = True declares it)"
+            return (
+                f"logits processor {kind.__name__} is not known to be position-wise (position_wise = True declares it)"
+            )
     return None
 
 
@@ -187,7 +196,8 @@ class BlockProcessors:
 
 
 def _exact_calls(processor, scores: Tensor, sequence: Sequence, first: int, real: Rows[int]) -> Tensor:
-    """Call `processor` on every real prefix. Processors may hold tensors with one entry per row, so each call has all rows."""
+    """Call `processor` on every real prefix. Processors may hold tensors with one entry per row, so each call has
+    all rows."""
     result = scores.clone()
     lengths = [length + first for length in sequence.host_lengths]
     is_level = len(set(lengths)) == 1
@@ -205,10 +215,10 @@ def _exact_calls(processor, scores: Tensor, sequence: Sequence, first: int, real
     return result
 
 
-def _one_row(processor, ids: Tensor, scores: Tensor, row: int, batch: int) -> Tensor:
+def _one_row(processor: Any, ids: Tensor, scores: Tensor, row: int, batch: int) -> Tensor:
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         # The user's function must see this row under its own batch id and no other combination.
         allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
-        single = logits_process.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row // beams, text), 1)
+        single: Any = logits_process.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row // beams, text), 1)
         return single(ids, scores.clone())[0]
     return processor(ids.expand(batch, -1), scores.expand(batch, -1).clone())[row]

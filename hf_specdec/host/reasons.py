@@ -1,7 +1,7 @@
 """Why a call decodes plainly. Each reason is one line a user understands; the report and one warning carry it.
 
-Fallback is no way out: attention-only decoders with position-wise processors, any stopping criterion, scores in the output
-and any batch speculate. What is left stands here.
+Fallback is no way out: attention-only decoders with position-wise processors, any stopping criterion, scores in the
+output and any batch speculate. What is left stands here.
 """
 
 import logging
@@ -59,7 +59,9 @@ def mode_reason(model: Any, options: Any) -> str:
     return f"{type(model).__name__} has a decoding loop of its own"
 
 
-def why_plain(model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict) -> str | None:
+def why_plain(
+    model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict
+) -> str | None:
     """The reason for plain decoding of a call that has come to `_sample` with `inputs` (its model_kwargs), or None."""
     if synced:
         return "synced_gpus (ranks must run the same number of forwards)"

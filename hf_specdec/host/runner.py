@@ -1,7 +1,7 @@
 """One forward of a causal LM over W tokens per row, with per-row positions, on a per-row cache.
 
-Serves the target (verify passes) and the draft (draft steps, catch-up) alike. Knows which keywords a model's forward takes
-and on which device it wants its inputs; leaves what the logits mean to the caller.
+Serves the target (verify passes) and the draft (draft steps, catch-up) alike. Knows which keywords a model's forward
+takes and on which device it wants its inputs; leaves what the logits mean to the caller.
 """
 
 import inspect
@@ -66,23 +66,23 @@ class ModelRunner:
         if lengths is not None:
             self.cache.row_lengths.set(lengths)
         self.cache.make_room(width)
-        inputs = dict(self._extra, input_ids=ids.to(self.model.device))
+        inputs: dict[str, Any] = {**self._extra, "input_ids": ids.to(self.model.device)}
         if self._offsets is not None:
-            inputs["position_ids"] = self._position_ids(width, inputs["input_ids"].device)
+            inputs["position_ids"] = self._position_ids(self._offsets, width, inputs["input_ids"].device)
         if self._mask is not None:
-            inputs["attention_mask"] = self._padding(self.cache.row_lengths.longest + width)
+            inputs["attention_mask"] = self._padding(self._mask, self.cache.row_lengths.longest + width)
         if num_logits and "logits_to_keep" in self._keywords:
             inputs["logits_to_keep"] = num_logits
         return self.model(**inputs)
 
-    def _position_ids(self, width: int, device: torch.device) -> Tensor:
+    def _position_ids(self, offsets: Tensor, width: int, device: torch.device) -> Tensor:
         slots = self.cache.row_lengths.on(device)[:, None] + torch.arange(width, device=device)
-        return slots.clamp(max=self.max_slots - 1) + self._offsets.to(device)
+        return slots.clamp(max=self.max_slots - 1) + offsets.to(device)
 
-    def _padding(self, slots: int) -> Tensor:
+    def _padding(self, mask: Tensor, slots: int) -> Tensor:
         """The 2-D mask over `slots` slots: the prompt's, then ones."""
-        missing = slots - self._mask.shape[1]
+        missing = slots - mask.shape[1]
         if missing > 0:  # doubled, so that it is copied O(log n) times
-            grown = self._mask.new_ones((self._mask.shape[0], self._mask.shape[1] + missing))
-            self._mask = torch.cat([self._mask, grown], dim=1)
-        return self._mask[:, :slots]
+            grown = mask.new_ones((mask.shape[0], mask.shape[1] + missing))
+            self._mask = mask = torch.cat([mask, grown], dim=1)
+        return mask[:, :slots]

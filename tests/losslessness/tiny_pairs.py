@@ -1,0 +1,162 @@
+"""Tiny targets with flat laws, drafts of every kind for them, and whole calls of `generate()` that sample many rows."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+from transformers.generation import logits_process
+
+import hf_specdec
+from hf_specdec.drafters import Draft, Drafter
+from hf_specdec.registry import DRAFTERS
+from hf_specdec.report import SpeculationReport
+from tests.losslessness.sampled_law import PAD, Oracle, combined
+
+VOCAB = 6
+SMALL_VOCAB = 4
+POINT_MASS = "point mass of the tests"
+PROMPTS = {"one": [[3, 1, 2]], "ragged": [[2, 5, 1, 3, 4], [4, 2], [1, 1, 5, 2]]}
+NUM_NEW_TOKENS = 8
+
+# In the order of transformers' own list.
+PROCESSORS = {
+    "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
+    "temperature": logits_process.TemperatureLogitsWarper,
+    "top_k": logits_process.TopKLogitsWarper,
+    "top_p": logits_process.TopPLogitsWarper,
+    "min_p": logits_process.MinPLogitsWarper,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call `generate()`.
+
+    Attributes:
+        rule: name of a registered verifier.
+        draft_length: K.
+        options: of `generate()`; also what the oracle's processors are made from.
+        draft: a key of `DRAFTS`, or "point mass".
+        prompts: a key of `PROMPTS`.
+        target_vocab: rows of the target's head.
+        eos_id: the id that ends a text.
+        uses_num_return_sequences: whether rows come from there instead of a repeated prompt.
+    """
+
+    rule: str = "block"
+    draft_length: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    draft: str = "noisy"
+    prompts: str = "one"
+    target_vocab: int = VOCAB
+    eos_id: int | None = None
+    uses_num_return_sequences: bool = False
+
+    @property
+    def processors(self) -> LogitsProcessorList:
+        return LogitsProcessorList(make(self.options[name]) for name, make in PROCESSORS.items() if name in self.options)
+
+
+def llama(vocab: int = VOCAB) -> LlamaForCausalLM:
+    """One layer in float32, laws flat enough that every text of three tokens comes up."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        config = LlamaConfig(
+            vocab_size=vocab,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=PAD,
+        )
+        return LlamaForCausalLM(config).eval()
+
+
+def noisy(target: LlamaForCausalLM, vocab: int | None = None, noise: float = 0.6) -> LlamaForCausalLM:
+    """A copy with noise on every matrix, its tables cut or padded to `vocab` rows."""
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(11)
+    if vocab is not None:
+        with torch.random.fork_rng():
+            torch.manual_seed(13)
+            draft.resize_token_embeddings(vocab, mean_resizing=False)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.ndim > 1:
+                weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return draft
+
+
+DRAFTS = {
+    "noisy": noisy,
+    "smaller vocabulary": lambda target: noisy(target, target.config.vocab_size - 2),
+    "larger vocabulary": lambda target: noisy(target, target.config.vocab_size + 2),
+    "bfloat16": lambda target: noisy(target).to(torch.bfloat16),
+}
+
+
+class PointMassDrafter(Drafter):
+    """Proposes one certain successor for every token. Leaves the text's scratch alone, as a third party's may."""
+
+    def propose(self, sequence, draft_length: int, uniforms: Tensor) -> Draft:
+        successors = torch.tensor([1, 3, 1, 4, 5, 2], device=sequence.device)
+        ids = [sequence.tail(1)[:, 0]]
+        for _ in range(draft_length):
+            ids.append(successors[ids[-1]])
+        lengths = torch.full_like(sequence.lengths, draft_length)
+        return Draft(torch.stack(ids[1:], dim=1), None, lengths)
+
+
+def sample(case: Case, num_rows: int, seed: int) -> tuple[list[tuple[Oracle, Tensor]], SpeculationReport]:
+    """One call of `generate()`: (what plain sampling would do, new tokens of its rows) per prompt, and the report."""
+    target = llama(case.target_vocab)
+    prompts = PROMPTS[case.prompts]
+    longest, repeats = max(map(len, prompts)), num_rows // len(prompts)
+    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": NUM_NEW_TOKENS, **case.options}
+    options |= {"pad_token_id": PAD, "eos_token_id": case.eos_id}
+    if case.uses_num_return_sequences:
+        options |= {"input_ids": ids, "attention_mask": mask, "num_return_sequences": repeats}
+    else:
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        options |= {name: value.repeat_interleave(repeats, dim=0) for name, value in inputs.items()}
+    sequences, report = _generate(case, target, options, seed)
+    tokens = sequences[:, longest:].split(repeats)
+    oracles = [Oracle(target, ids[row], mask[row], case.processors, case.eos_id) for row in range(len(prompts))]
+    return list(zip(oracles, tokens, strict=True)), report
+
+
+def _generate(case: Case, target, options: dict, seed: int) -> tuple[Tensor, SpeculationReport]:
+    flag: dict[str, Any] = {"num_speculative_tokens": case.draft_length, "rejection_sample_method": case.rule}
+    draft = None
+    if case.draft == "point mass":
+        flag["method"] = POINT_MASS
+        hf_specdec.register_drafter(POINT_MASS, PointMassDrafter)
+    else:
+        draft = DRAFTS[case.draft](target)
+    try:
+        with torch.random.fork_rng(), hf_specdec.enable(target, draft, **flag):
+            torch.manual_seed(seed)
+            sequences = target.generate(**options)
+            report = hf_specdec.report(target)
+    finally:
+        DRAFTERS.pop(POINT_MASS, None)
+    assert report is not None
+    assert report.reason is None, report.reason
+    report.check()
+    return sequences, report
+
+
+def p_value(samples: list[tuple[Oracle, Tensor]]) -> float:
+    """How likely plain sampling is to deviate this much from its law, over all prompts."""
+    return combined([oracle.p_value(tokens) for oracle, tokens in samples])

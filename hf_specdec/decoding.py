@@ -165,6 +165,8 @@ def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
     except DraftFailure as failure:
         drop_draft(call, f"the draft failed ({failure})")
         return nothing
+    if call.processors is not None:  # they look for each position's own prefix in the scratch
+        sequence.write(0, draft.token_ids)
     room = (sequence.limits() - sequence.lengths - 1).clamp(min=0)
     lengths = torch.where(sequence.is_finished, 0, torch.minimum(draft.lengths, room))
     return Draft(draft.token_ids, draft.probs, lengths, draft.is_broken)

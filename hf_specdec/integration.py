@@ -95,8 +95,7 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
     Args:
         target: a loaded transformers model (or a PEFT model, compiled model or pipeline around one).
         draft: a Hub id, a folder, or a loaded PreTrainedModel with the target's tokenizer; may be `target` itself. A
-        name is
-            loaded at once: dtype="auto", on the device of the target's output head, eval mode, safetensors.
+            name is loaded at once: dtype="auto", on the device of the target's output head, eval mode, safetensors.
         **config: keys of `SpeculativeConfig`, e.g. ``num_speculative_tokens=5``.
 
     Returns:

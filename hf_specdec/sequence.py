@@ -89,5 +89,7 @@ class Sequence:
         return self.ids.gather(1, columns.clamp(min=0))
 
     def write(self, column: int, ids: Tensor) -> None:
-        """Put `ids` [batch] at `column` past each row's length (scratch)."""
-        self.ids.scatter_(1, (self.lengths + column)[:, None], ids[:, None])
+        """Put `ids` [batch] or [batch, n] from `column` past each row's length on (scratch)."""
+        ids = ids.reshape(self.batch, -1)
+        columns = torch.arange(column, column + ids.shape[1], device=self.device)
+        self.ids.scatter_(1, self.lengths[:, None] + columns, ids)

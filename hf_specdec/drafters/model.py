@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
 
     def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
         """See `Drafter.propose`. Rows whose text holds an id that the draft cannot embed draft nothing more."""
-        self.model.follow(sequence)
+        self.model.follow(sequence, draft_length)
         batch, device = sequence.batch, sequence.device
         ids = sequence.ids.new_zeros((batch, draft_length))
         lengths = torch.full((batch,), draft_length, dtype=torch.long, device=device)

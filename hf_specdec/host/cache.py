@@ -196,8 +196,14 @@ class RaggedCache(Cache):
             if isinstance(layer, RaggedSlidingLayer):
                 layer.live_rows = live_rows
 
+    def can_roll_back(self, length: int) -> bool:
+        """Whether rows may be cut to `length` slots: a sliding layer must still hold the window before it."""
+        layers = [layer for layer in self.layers if isinstance(layer, RaggedSlidingLayer)]
+        return all(layer.base <= max(0, length - layer.sliding_window + 1) for layer in layers)
+
     def make_room(self, width: int) -> None:
-        """Prepare a pass of `width` tokens. Called before the forward, since masks are sized from `base`."""
+        """Prepare passes over `width` slots past the longest row. Called before the forward, since masks are sized from
+        `base`, and at lengths to which rows may be rolled back: only what they cannot see any more is dropped."""
         for layer in self.layers:
             if isinstance(layer, RaggedLayer):
                 layer.make_room(width)

@@ -25,8 +25,7 @@ class Criteria:
         eos_ids: int64 [num_eos] on the text's device, or None.
         max_length: columns at which every row ends, or None.
         pads_finished_rows: whether plain pads a row after its end (it does once any criterion has `eos_token_id`);
-        without,
-            a stopped row goes on with real tokens until the last row has stopped.
+            without, a stopped row goes on with real tokens until the last row has stopped.
         others: criteria called column by column.
     """
 

@@ -91,8 +91,9 @@ class DraftModel:
         self._blocked = self._blocked | ~self.vocabulary.is_embeddable(feed).all(dim=1)
         return self._blocked
 
-    def follow(self, sequence: Sequence) -> None:
-        """Bring the draft's keys to two tokens short of every row's end (prefill, catch-up, or nothing to do)."""
+    def follow(self, sequence: Sequence, draft_length: int) -> None:
+        """Bring the draft's keys to two tokens short of every row's end (prefill, catch-up, or nothing to do), and make
+        room for a step of `draft_length` tokens."""
         if self._runner is None:
             self._prefill(sequence)
         self._sequence = sequence
@@ -106,6 +107,10 @@ class DraftModel:
             ids = sequence.ids.gather(1, columns.clamp(0, sequence.ids.shape[1] - 1))
             self._forward(ids, self.valid)
             self.valid = [length - 2 for length in lengths]
+        # Room is made here, at the lengths to which a rejection may take the rows back, and not between drafted tokens.
+        assert self._runner is not None
+        self._runner.cache.set_lengths([length - 2 for length in lengths], sequence.live_rows)
+        self._runner.cache.make_room(draft_length + 1)
 
     def next_scores(self, feed: Tensor, sequence: Sequence, position: int) -> Tensor:
         """Scores [batch, target vocab] float32 for drafted position `position`; `feed` [batch, 2 or 1] are its
@@ -153,7 +158,7 @@ class DraftModel:
     def _resumed(self, context: Tensor) -> tuple[RaggedCache | None, int]:
         memory: DraftMemory | None = self.request.resume
         usable = None if memory is None else memory.common_prefix(self.model, context, self.request.padding_mask)
-        if memory is None or not usable or min(usable) == 0:
+        if memory is None or not usable or min(usable) == 0 or not memory.cache.can_roll_back(min(usable)):
             return None, 0
         return memory.cache, min(usable)
 

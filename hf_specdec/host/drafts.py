@@ -10,7 +10,7 @@ from hf_specdec.drafters.model import ModelDrafter  # noqa: F401  (registers "dr
 from hf_specdec.host import binding
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft
-from hf_specdec.host.reasons import NO_DRAFT, why_draft_unfit
+from hf_specdec.host.reasons import NO_DRAFT
 from hf_specdec.registry import DRAFTERS, lookup
 from hf_specdec.vocabulary import check_vocabularies
 
@@ -52,9 +52,8 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
         may_load: whether a draft that is named in data may be loaded.
 
     Raises:
-        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that cannot
-        be
-            loaded.
+        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that
+            cannot be loaded.
     """
     config = resolution.config
     assert config is not None
@@ -75,7 +74,7 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
             )
         return None, why or NO_DRAFT
     check_pair(target, draft)
-    return draft, why_draft_unfit(draft)
+    return draft, None
 
 
 def _load_named(target: Any, config: SpeculativeConfig, named_in: str | None, may_load: bool) -> tuple[Any, str | None]:

@@ -18,11 +18,11 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_specdec.config import resolve
+from hf_specdec.config import SpeculativeConfig, normalise, resolve
 from hf_specdec.host import binding, masks
 from hf_specdec.host.call import Request, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
-from hf_specdec.host.reasons import logger, mode_reason, warn_once, why_plain
+from hf_specdec.host.reasons import logger, mode_reason, warn_once, why_draft_unfit, why_plain
 from hf_specdec.statistics import SpeculationCounters
 
 __all__ = ["TESTED_RANGE", "Hooks", "is_disabled", "unexpected_hooks"]
@@ -68,6 +68,19 @@ def unexpected_hooks() -> str | None:
     return None
 
 
+class _FlagOption:
+    """The flag as an option of GenerationConfig: legal as a keyword, in JSON only where it is set, always plain data."""
+
+    def __get__(self, config: GenerationConfig | None, owner: type | None = None) -> Any:
+        return None if config is None else vars(config).get(FLAG)
+
+    def __set__(self, config: GenerationConfig, value: Any) -> None:
+        vars(config)[FLAG] = normalise(value) if isinstance(value, SpeculativeConfig) else value
+
+    def __delete__(self, config: GenerationConfig) -> None:
+        vars(config).pop(FLAG, None)
+
+
 class Hooks:
     """The two wraps and the mask registration; `install` and `uninstall` are each other's inverse."""
 
@@ -87,8 +100,7 @@ class Hooks:
         }
         for name, wrap in wraps.items():
             setattr(GenerationMixin, name, wrap)
-        # A class attribute makes the option legal and is never written to JSON.
-        GenerationConfig.speculative_config = None  # pyright: ignore[reportAttributeAccessIssue]
+        GenerationConfig.speculative_config = _FlagOption()  # pyright: ignore[reportAttributeAccessIssue]
         self._masks = self._masks or masks.install_masks()
 
     def uninstall(self) -> None:
@@ -240,6 +252,8 @@ def _wrap_sample(original: Callable) -> Callable:
             return plain()
         request.is_taken = True
         why = request.why_plain or why_plain(self, generation_config, logits_processor, synced_gpus, inputs)
+        if why is None and request.draft is not None:  # last: the target's own reasons say more
+            why = why_draft_unfit(request.draft)
         if why is not None:
             request.fall_back(why)
             return plain()

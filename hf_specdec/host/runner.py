@@ -77,7 +77,8 @@ class ModelRunner:
 
     def _position_ids(self, offsets: Tensor, width: int, device: torch.device) -> Tensor:
         slots = self.cache.row_lengths.on(device)[:, None] + torch.arange(width, device=device)
-        return slots.clamp(max=self.max_slots - 1) + offsets.to(device)
+        # Slots inside the padding come before position 0; learned positions have none there.
+        return (slots.clamp(max=self.max_slots - 1) + offsets.to(device)).clamp(min=0)
 
     def _padding(self, mask: Tensor, slots: int) -> Tensor:
         """The 2-D mask over `slots` slots: the prompt's, then ones."""

@@ -31,7 +31,7 @@ def resized(model, vocab_size):
 
 def pair_of_sizes(target_size, draft_size, seed=0):
     """(target, noisy draft) that share the first `REAL` ids; the target uses its padding rows too."""
-    target, draft = pair(seed, noise=0.1, vocab_size=max(target_size, draft_size))
+    target, draft = pair(seed, noise=0.14, vocab_size=max(target_size, draft_size))
     sized = [model if model.config.vocab_size == size else resized(model, size)
              for model, size in ((target, target_size), (draft, draft_size))]  # fmt: skip
     return sized[0], sized[1]

@@ -12,6 +12,7 @@ compared with another sample.
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,14 +35,14 @@ class Oracle:
     Attributes:
         prompt: int64 [seq], left-padded.
         mask: int64 [seq], 0 on padding.
-        processors: transformers' own, in its order.
+        options: of `generate()`, from which transformers makes its processors.
         eos_id: the id that ends a text, which is then filled with `PAD`; None if none does.
     """
 
     model: PreTrainedModel
     prompt: Tensor
     mask: Tensor
-    processors: LogitsProcessorList
+    options: dict[str, Any]
     eos_id: int | None = None
 
     @property
@@ -56,8 +57,9 @@ class Oracle:
         mask = torch.cat([self.mask.expand(rows, -1), torch.ones_like(tokens)], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits.float()
+        processors = plain_processors(self.model, ids[:, :seq], mask[:, :seq], self.options)
         columns = range(seq, ids.shape[1])
-        scores = [self.processors(ids[:, :column], logits[:, column - 1]) for column in columns]
+        scores = [processors(ids[:, :column], logits[:, column - 1]) for column in columns]
         return torch.stack(scores, dim=1).double().softmax(dim=-1)
 
     def is_running(self, tokens: Tensor) -> Tensor:
@@ -75,6 +77,24 @@ class Oracle:
     def p_value(self, tokens: Tensor) -> float:
         """How likely plain sampling is to deviate from its law as much as `tokens` [rows, new] do, or more."""
         return combined([first_p_value(self, tokens), later_p_value(self, tokens)])
+
+
+def plain_processors(model: PreTrainedModel, ids: Tensor, mask: Tensor, options: dict) -> LogitsProcessorList:
+    """The list that a plain `generate()` of `ids` makes; it may hold tensors with one entry per row."""
+    lists: list[LogitsProcessorList] = []
+    make = model._get_logits_processor
+
+    def watched(*args, **kwargs):
+        lists.append(make(*args, **kwargs))
+        return lists[-1]
+
+    model._get_logits_processor = watched
+    try:
+        with torch.random.fork_rng():
+            model.generate(input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=1, **options)
+    finally:
+        del model._get_logits_processor
+    return lists[0]
 
 
 def combined(p_values: list[float]) -> float:
@@ -97,7 +117,7 @@ def first_p_value(oracle: Oracle, tokens: Tensor) -> float:
     expected, counts = (np.bincount(cells, weights=values[order]) for values in (expected, counts))
     expected, counts = expected[expected > 0], counts[expected > 0]
     statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(stats.chi2.sf(statistic, len(expected) - 1))
+    return float(stats.chi2.sf(statistic, len(expected) - 1)) if len(expected) > 1 else 1.0
 
 
 def later_p_value(oracle: Oracle, tokens: Tensor) -> float:

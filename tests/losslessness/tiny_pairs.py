@@ -1,34 +1,24 @@
 """Tiny targets with flat laws, drafts of every kind for them, and whole calls of `generate()` that sample many rows."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
-from transformers.generation import logits_process
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specdec
-from hf_specdec.drafters import Draft, Drafter
+from hf_specdec.drafters import Draft, Drafter, model
 from hf_specdec.registry import DRAFTERS
 from hf_specdec.report import SpeculationReport
 from tests.losslessness.sampled_law import PAD, Oracle, combined
 
 VOCAB = 6
-SMALL_VOCAB = 4
 POINT_MASS = "point mass of the tests"
-PROMPTS = {"one": [[3, 1, 2]], "ragged": [[2, 5, 1, 3, 4], [4, 2], [1, 1, 5, 2]]}
+PROMPTS = {"one": [[5, 2, 3]], "ragged": [[2, 5, 1, 3, 4], [4, 2], [1, 1, 5, 2]]}
 NUM_NEW_TOKENS = 8
-
-# In the order of transformers' own list.
-PROCESSORS = {
-    "repetition_penalty": logits_process.RepetitionPenaltyLogitsProcessor,
-    "temperature": logits_process.TemperatureLogitsWarper,
-    "top_k": logits_process.TopKLogitsWarper,
-    "top_p": logits_process.TopPLogitsWarper,
-    "min_p": logits_process.MinPLogitsWarper,
-}
 
 
 @dataclass(frozen=True)
@@ -38,12 +28,13 @@ class Case:
     Attributes:
         rule: name of a registered verifier.
         draft_length: K.
-        options: of `generate()`; also what the oracle's processors are made from.
+        options: of `generate()`; the oracle's processors come from them too.
         draft: a key of `DRAFTS`, or "point mass".
         prompts: a key of `PROMPTS`.
         target_vocab: rows of the target's head.
         eos_id: the id that ends a text.
         uses_num_return_sequences: whether rows come from there instead of a repeated prompt.
+        num_new_tokens: of every row.
     """
 
     rule: str = "block"
@@ -54,16 +45,13 @@ class Case:
     target_vocab: int = VOCAB
     eos_id: int | None = None
     uses_num_return_sequences: bool = False
-
-    @property
-    def processors(self) -> LogitsProcessorList:
-        return LogitsProcessorList(make(self.options[name]) for name, make in PROCESSORS.items() if name in self.options)
+    num_new_tokens: int = NUM_NEW_TOKENS
 
 
 def llama(vocab: int = VOCAB) -> LlamaForCausalLM:
     """One layer in float32, laws flat enough that every text of three tokens comes up."""
     with torch.random.fork_rng():
-        torch.manual_seed(7)
+        torch.manual_seed(4)
         config = LlamaConfig(
             vocab_size=vocab,
             hidden_size=16,
@@ -81,7 +69,7 @@ def llama(vocab: int = VOCAB) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def noisy(target: LlamaForCausalLM, vocab: int | None = None, noise: float = 0.6) -> LlamaForCausalLM:
+def noisy(target: LlamaForCausalLM, vocab: int | None = None, noise: float = 0.35) -> LlamaForCausalLM:
     """A copy with noise on every matrix, its tables cut or padded to `vocab` rows."""
     draft = copy.deepcopy(target)
     generator = torch.Generator().manual_seed(11)
@@ -108,7 +96,7 @@ class PointMassDrafter(Drafter):
     """Proposes one certain successor for every token. Leaves the text's scratch alone, as a third party's may."""
 
     def propose(self, sequence, draft_length: int, uniforms: Tensor) -> Draft:
-        successors = torch.tensor([1, 3, 1, 4, 5, 2], device=sequence.device)
+        successors = torch.tensor([1, 0, 0, 1, 1, 2], device=sequence.device)
         ids = [sequence.tail(1)[:, 0]]
         for _ in range(draft_length):
             ids.append(successors[ids[-1]])
@@ -116,27 +104,43 @@ class PointMassDrafter(Drafter):
         return Draft(torch.stack(ids[1:], dim=1), None, lengths)
 
 
-def sample(case: Case, num_rows: int, seed: int) -> tuple[list[tuple[Oracle, Tensor]], SpeculationReport]:
-    """One call of `generate()`: (what plain sampling would do, new tokens of its rows) per prompt, and the report."""
+def as_draft(oracle: Oracle, draft: LlamaForCausalLM) -> Oracle:
+    """The law that `draft` draws from where `oracle` samples plainly."""
+    return replace(oracle, model=draft)
+
+
+def sample(case: Case, num_rows: int, seed: int, generate=None) -> tuple[list[tuple[Oracle, Tensor]], Any]:
+    """One call of `generate()`: (what plain sampling would do, new tokens of its rows) per prompt, and the report.
+
+    `generate` is `speculatively` (the default) or `plainly`.
+    """
     target = llama(case.target_vocab)
     prompts = PROMPTS[case.prompts]
     longest, repeats = max(map(len, prompts)), num_rows // len(prompts)
     ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": NUM_NEW_TOKENS, **case.options}
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": case.num_new_tokens, **case.options}
     options |= {"pad_token_id": PAD, "eos_token_id": case.eos_id}
     if case.uses_num_return_sequences:
         options |= {"input_ids": ids, "attention_mask": mask, "num_return_sequences": repeats}
     else:
         inputs = {"input_ids": ids, "attention_mask": mask}
         options |= {name: value.repeat_interleave(repeats, dim=0) for name, value in inputs.items()}
-    sequences, report = _generate(case, target, options, seed)
+    sequences, report = (generate or speculatively)(case, target, options, seed)
     tokens = sequences[:, longest:].split(repeats)
-    oracles = [Oracle(target, ids[row], mask[row], case.processors, case.eos_id) for row in range(len(prompts))]
+    oracles = [Oracle(target, ids[row], mask[row], case.options, case.eos_id) for row in range(len(prompts))]
     return list(zip(oracles, tokens, strict=True)), report
 
 
-def _generate(case: Case, target, options: dict, seed: int) -> tuple[Tensor, SpeculationReport]:
+def plainly(case: Case, target, options: dict, seed: int) -> tuple[Tensor, None]:
+    """transformers' own loop."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return target.generate(**options), None
+
+
+def speculatively(case: Case, target, options: dict, seed: int) -> tuple[Tensor, SpeculationReport]:
+    """The same call with the flag on."""
     flag: dict[str, Any] = {"num_speculative_tokens": case.draft_length, "rejection_sample_method": case.rule}
     draft = None
     if case.draft == "point mass":
@@ -160,3 +164,27 @@ def _generate(case: Case, target, options: dict, seed: int) -> tuple[Tensor, Spe
 def p_value(samples: list[tuple[Oracle, Tensor]]) -> float:
     """How likely plain sampling is to deviate this much from its law, over all prompts."""
     return combined([oracle.p_value(tokens) for oracle, tokens in samples])
+
+
+def judge_by_unprocessed_draft(monkeypatch) -> SimpleNamespace:
+    """Make `ModelDrafter` report q as it was before the call's processors, while tokens are drawn after them."""
+    softmax, counter = model.sampling.softmax_probs, SimpleNamespace(num_calls=0)
+
+    class Drafter(model.ModelDrafter):
+        def __init__(self, request):
+            process = request.process
+
+            def remembered(scores, sequence, first):
+                self.raw.append(softmax(scores[:, 0]))
+                counter.num_calls += 1
+                return process(scores, sequence, first)
+
+            super().__init__(replace(request, process=remembered))
+
+        def propose(self, sequence, draft_length, uniforms):
+            self.raw = []
+            draft = super().propose(sequence, draft_length, uniforms)
+            return replace(draft, probs=torch.stack(self.raw, dim=1))
+
+    monkeypatch.setitem(DRAFTERS, "draft_model", Drafter)
+    return counter

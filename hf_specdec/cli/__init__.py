@@ -7,8 +7,10 @@ __all__ = ["app"]
 
 import typer
 
+from hf_specdec.cli.benchmark import benchmark
 from hf_specdec.cli.demo import demo
 from hf_specdec.cli.generate import generate
+from hf_specdec.cli.report import report
 
 app = typer.Typer(
     name="specdec",
@@ -19,3 +21,5 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(benchmark)
+app.command()(report)

@@ -18,9 +18,10 @@ from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
 from hf_specdec.host.emission import Emission
 from hf_specdec.host.outputs import OutputRecorder
-from hf_specdec.host.processors import BlockProcessors
+from hf_specdec.host.processors import BlockProcessors, why_not_position_wise
 from hf_specdec.host.runner import cache_keyword
 from hf_specdec.host.target import TargetModel
+from hf_specdec.one_by_one import decode_one_by_one
 from hf_specdec.registry import DRAFTERS, VERIFIERS, lookup
 from hf_specdec.sequence import Sequence
 from hf_specdec.statistics import SpeculationCounters
@@ -87,7 +88,10 @@ def run_call(
         with model._optimize_model_for_decode():
             first_tokens(call, scores)
             request.counters.record_prefill(call.sequence.batch, timer.seconds("start", "prefilled"))
-            speculative_sampling(call)
+            if call.processors is None and len(processors):
+                decode_one_by_one(call, processors)
+            else:
+                speculative_sampling(call)
         sequences = call.emission.finish()
     finally:
         cache = call.target.release(call.sequence, sequences)
@@ -117,7 +121,7 @@ def _prepared(
         if isinstance(value, (bool, int, float, str)) and name not in ("use_cache", "logits_to_keep")
     }
     target = TargetModel(request.model, cache, padding_mask, inputs.get("position_ids"), sequence, is_kept, extra)
-    block = BlockProcessors(processors) if len(processors) else None
+    block = BlockProcessors(processors) if len(processors) and why_not_position_wise(processors) is None else None
     is_sampling = bool(generation_config.do_sample)
     drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
     draft_length = _fitting_draft_length(request, sequence.batch, is_sampling)

@@ -69,7 +69,7 @@ def unexpected_hooks() -> str | None:
 
 
 class _FlagOption:
-    """The flag as an option of GenerationConfig: legal as a keyword, in JSON only where it is set, always plain data."""
+    """The flag as an option of GenerationConfig: legal as a keyword, in JSON only where set, and plain data always."""
 
     def __get__(self, config: GenerationConfig | None, owner: type | None = None) -> Any:
         return None if config is None else vars(config).get(FLAG)
@@ -251,7 +251,9 @@ def _wrap_sample(original: Callable) -> Callable:
         if request is None or request.model is not self or request.is_taken or generation_config.is_assistant:
             return plain()
         request.is_taken = True
-        why = request.why_plain or why_plain(self, generation_config, logits_processor, synced_gpus, inputs)
+        why = request.why_plain or why_plain(
+            self, generation_config, logits_processor, synced_gpus, inputs, input_ids.shape[0]
+        )
         if why is None and request.draft is not None:  # last: the target's own reasons say more
             why = why_draft_unfit(request.draft)
         if why is not None:

@@ -25,7 +25,7 @@ from transformers.generation import logits_process
 
 from hf_specdec.sequence import Sequence
 
-__all__ = ["BlockProcessors", "processor_table", "why_not_position_wise"]
+__all__ = ["BlockProcessors", "processor_table", "why_not_in_batch", "why_not_position_wise"]
 
 
 def _classes(*names: str) -> tuple[type, ...]:
@@ -142,6 +142,16 @@ def processor_table() -> list[tuple[str, str]]:
     rows += [(cls.__name__, "one exact call per row and position") for cls in EXACT_CALLS]
     rows += [(cls.__name__, "plain decoding: keeps state or couples rows") for cls in STATEFUL]
     return sorted(rows)
+
+
+def why_not_in_batch(processors: LogitsProcessorList, batch: int) -> str | None:
+    """The reason why a call of `batch` rows with `processors` decodes plainly, None if it does not.
+
+    One row can be verified token by token with any processor (`one_by_one`) but those that are known to look elsewhere.
+    """
+    why = why_not_position_wise(processors)
+    is_stateful = any(type(processor) in STATEFUL for processor in processors)
+    return why if is_stateful or batch > 1 else None
 
 
 def why_not_position_wise(processors: LogitsProcessorList) -> str | None:

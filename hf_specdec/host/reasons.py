@@ -14,7 +14,7 @@ from transformers import DynamicCache, LogitsProcessorList
 from hf_specdec.host.cache import unsupported_layer
 from hf_specdec.host.families import why_not_ragged
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
-from hf_specdec.host.processors import why_not_position_wise
+from hf_specdec.host.processors import why_not_in_batch
 
 __all__ = ["NO_DRAFT", "mode_reason", "warn_once", "why_draft_unfit", "why_plain"]
 
@@ -60,7 +60,7 @@ def mode_reason(model: Any, options: Any) -> str:
 
 
 def why_plain(
-    model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict
+    model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict, batch: int
 ) -> str | None:
     """The reason for plain decoding of a call that has come to `_sample` with `inputs` (its model_kwargs), or None."""
     if synced:
@@ -77,7 +77,7 @@ def why_plain(
     return (
         _why_cache(model, cache)
         or _why_inputs(inputs)
-        or why_not_position_wise(processors)
+        or why_not_in_batch(processors, batch)
         or _why_attention(model, inputs)
         or why_not_ragged(model)
     )

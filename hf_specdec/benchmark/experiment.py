@@ -1,0 +1,182 @@
+"""An experiment: which pair, which prompts, which draft lengths; read from TOML, split into cells.
+
+A cell is one kind of prompts in one mode at one batch size: the unit in which the ledger is written, resumed and
+reported, because kinds of text differ too much for one number. Its digest covers everything that the answer depends on
+but the code and the machine, so a cell whose question has changed is measured again.
+
+Knows nothing of models.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MODES", "Cell", "Experiment", "Prompt", "read_experiment"]
+
+QUICK_GROUPS, QUICK_TOKENS = 2, 32
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+}
+"""Keywords of `generate()` by mode; "sampling" draws from the model's own distribution, uncut."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to ask. `kind` is code, copy (much of the prompt comes back) or prose."""
+
+    name: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of prompts in one mode at one batch size."""
+
+    kind: str
+    mode: str
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """Name of the cell in the ledger, and what ``--only`` is matched with."""
+        return f"{self.kind}/{self.mode}/{self.batch}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A question.
+
+    Attributes:
+        name: path of its file below ``experiments``, without suffix.
+        target, draft: names of `hf_specdec.cli.models`, folders or Hub ids.
+        prompts: all prompts that are used, in the order of their file.
+        dtype: of target and draft.
+        modes: names of `MODES`.
+        batches: batch sizes; prompts go in groups of that many.
+        draft_lengths: fixed K of ours.
+        assisted_draft_lengths: fixed K of transformers' assisted decoding.
+        max_new_tokens: per row.
+        seeds: each prompt is decoded with each.
+        warm_up: runs of every arm, not recorded, before a cell.
+        max_groups: most groups of prompts per cell; None: all.
+
+    Raises:
+        ValueError: an unknown mode, or a kind with fewer prompts than a batch has rows.
+    """
+
+    name: str
+    target: str
+    draft: str
+    prompts: tuple[Prompt, ...]
+    dtype: str = "bfloat16"
+    modes: tuple[str, ...] = ("greedy", "sampling")
+    batches: tuple[int, ...] = (1,)
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 4)
+    assisted_draft_lengths: tuple[int, ...] = (3, 5)
+    max_new_tokens: int = 64
+    seeds: tuple[int, ...] = (0,)
+    warm_up: int = 1
+    max_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        for mode in self.modes:
+            if mode not in MODES:
+                raise ValueError(f"Unknown mode {mode!r} in {self.name}. Available: {', '.join(MODES)}.")
+        if not self.prompts:
+            raise ValueError(f"{self.name} has no prompts. Set prompts and prompts_per_kind.")
+        for cell in self.cells():
+            if not self.groups(cell):
+                raise ValueError(
+                    f"{self.name} has fewer {cell.kind} prompts than batch={cell.batch} has rows. "
+                    "Raise prompts_per_kind or leave that batch size out."
+                )
+
+    def cells(self) -> list[Cell]:
+        """All cells, kinds innermost, so that an early stop leaves every kind of the first mode."""
+        kinds = dict.fromkeys(prompt.kind for prompt in self.prompts)
+        return [Cell(kind, mode, batch) for batch in self.batches for mode in self.modes for kind in kinds]
+
+    def groups(self, cell: Cell) -> list[tuple[Prompt, ...]]:
+        """The cell's prompts in groups of `cell.batch`; an incomplete last group is left out."""
+        prompts = [prompt for prompt in self.prompts if prompt.kind == cell.kind]
+        starts = range(0, len(prompts) - cell.batch + 1, cell.batch)
+        return [tuple(prompts[start : start + cell.batch]) for start in starts][: self.max_groups]
+
+    def quick(self) -> "Experiment":
+        """A short form, for work on the code: two groups of prompts per cell, 32 new tokens."""
+        return dataclasses.replace(self, max_groups=QUICK_GROUPS, max_new_tokens=min(QUICK_TOKENS, self.max_new_tokens))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The question as plain JSON data; prompts by name."""
+        data = dataclasses.asdict(self)
+        data["prompts"] = [prompt.name for prompt in self.prompts]
+        return json.loads(json.dumps(data))
+
+    def digest(self, cell: Cell, arm_names: list[str]) -> str:
+        """Fingerprint of one cell's question: equal means that a recorded answer still answers it."""
+        asked = {
+            "target": self.target,
+            "draft": self.draft,
+            "dtype": self.dtype,
+            "cell": cell.key,
+            "arms": arm_names,
+            "prompts": [[prompt.text for prompt in group] for group in self.groups(cell)],
+            "max_new_tokens": self.max_new_tokens,
+            "seeds": self.seeds,
+            "warm_up": self.warm_up,
+        }
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_experiment(path: Path) -> Experiment:
+    """The experiment in the TOML file at `path`.
+
+    Its keys are the fields of `Experiment`; ``prompts`` names a TOML file of prompts, relative to this one, and
+    ``prompts_per_kind`` says how many of each kind are used, from the front.
+
+    Raises:
+        OSError: no such file.
+        ValueError: unknown, missing or wrong keys.
+    """
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    fields = {field.name: field for field in dataclasses.fields(Experiment)}
+    known = {*fields, "prompts_per_kind"} - {"name", "max_groups"}
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"Unknown key {key!r} in {path.name}.{hint} Available: {', '.join(sorted(known))}.")
+    for key in ("target", "draft", "prompts", "prompts_per_kind"):
+        if key not in data:
+            raise ValueError(f"{path.name} must say {key}.")
+    prompts = _chosen(path.parent / data.pop("prompts"), data.pop("prompts_per_kind"))
+    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return Experiment(name=_name(path), prompts=prompts, **lists)
+
+
+def _name(path: Path) -> str:
+    parts = path.resolve().with_suffix("").parts
+    above = max((index for index, part in enumerate(parts) if part == "experiments"), default=len(parts) - 2)
+    return "/".join(parts[above + 1 :])
+
+
+def _chosen(path: Path, per_kind: dict[str, int]) -> tuple[Prompt, ...]:
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["prompt"]
+    prompts = [Prompt(entry["name"], entry["kind"], entry["text"].strip()) for entry in entries]
+    chosen: list[Prompt] = []
+    for kind, count in per_kind.items():
+        found = [prompt for prompt in prompts if prompt.kind == kind]
+        if len(found) < count:
+            raise ValueError(
+                f"{path.name} has {len(found)} prompts of kind {kind!r}, prompts_per_kind asks for {count}."
+            )
+        chosen += found[:count]
+    return tuple(chosen)

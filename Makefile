@@ -3,7 +3,8 @@
 #   make demo [PAIR=smollm2|qwen2.5-coder]   three prompts, plain beside speculative
 #   make test                                the fast suites, under ten minutes on two cores
 #   make test-slow                           real models and long suites, then parity under the oldest transformers
-#   make check                               format, lint, types, import order; runs no tests
+#   make check                               format, lint, types, import order, rendered documents; runs no tests
+#   make render                              tables in the documents, from code and benchmarks/results
 
 PYTHON ?= python3
 PAIR ?= smollm2
@@ -23,7 +24,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q
 
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help demo models test test-slow test-oldest test-gpu check format clean
+.PHONY: help demo models test test-slow test-oldest test-gpu check render format clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -76,6 +77,10 @@ check: $(VENV)/.dev
 	$(VENV)/bin/ruff check $(CODE)
 	$(VENV)/bin/pyright
 	$(VENV)/bin/lint-imports
+	$(PY) benchmarks/render.py --check
+
+render: $(VENV)/.dev
+	$(PY) benchmarks/render.py
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff format $(CODE)

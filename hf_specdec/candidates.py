@@ -12,7 +12,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters import Draft, Drafter, DraftRequest
-from hf_specdec.drafters.model import ModelDrafter  # noqa: F401  (registers "draft_model")
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.drafts import check_pair
 from hf_specdec.host.processors import BlockProcessors, why_not_position_wise

@@ -1,15 +1,15 @@
 """Tiny random causal LMs, one per family, that can show a fault.
 
-Random models as they come are poor witnesses: tied embeddings repeat one token, attention hardly matters, and then a wrong
-mask, a wrong position or a wrong ALiBi slope changes nothing. So every weight is drawn anew with a gain at which attention
-decides, heads are untied, and `tests/parity/test_zoo.py` asserts for each family that plain greedy text has at least five
-distinct tokens per row, changes when the padding mask is ignored, and is met by its draft on 20 to 90 % of the tokens.
+Random models as they come are poor witnesses: tied embeddings repeat one token, attention hardly matters, and then a
+wrong mask, a wrong position or a wrong ALiBi slope changes nothing. So every weight is drawn anew with a gain at which
+attention decides, heads are untied, and `tests/parity/test_zoo.py` asserts for each family that plain greedy text has
+at least five distinct tokens per row, changes when the padding mask is ignored, and is met by its draft on 20 to 90 %
+of the tokens.
 
-A draft is the target with noise on every weight: it has the same architecture, so the same family is proved as a draft too.
+A draft is the target with noise on every weight: it has the same architecture, so a family is proved as a draft too.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,8 @@ _GROUPED: dict[str, Any] = {**_HIDDEN, "num_key_value_heads": 2}
 _GPT: dict[str, Any] = {**_COMMON, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": MAX_POSITIONS}
 _MIXED = ["sliding_attention", "full_attention"]
 
-# name → (seed at which plain text shows faults, noise at which the draft agrees on 55 to 70 % of it); found by search, and
-# held to it by tests/parity/test_zoo.py
+# name → (seed at which plain text shows faults, noise at which the draft agrees on 55 to 70 % of it); found by search,
+# and held to it by tests/parity/test_zoo.py
 _SEED_AND_NOISE: dict[str, tuple[int, float]] = {
     "Llama": (0, 0.05),
     "Mistral": (0, 0.06),
@@ -128,7 +128,9 @@ class Family:
         model.generation_config = GenerationConfig(pad_token_id=PAD, bos_token_id=BOS)
         return model.eval()
 
-    def build_draft(self, target: PreTrainedModel, seed: int | None = None, noise: float | None = None) -> PreTrainedModel:
+    def build_draft(
+        self, target: PreTrainedModel, seed: int | None = None, noise: float | None = None
+    ) -> PreTrainedModel:
         """The target with noise on every weight."""
         seed = self.seed + 1 if seed is None else seed
         draft = copy.deepcopy(target)
@@ -142,7 +144,7 @@ class Family:
 
 
 def _redraw(model: PreTrainedModel, gain: float) -> None:
-    """Draw weights at which attention and positions decide the next token. Norms keep their values, give or take 10 %."""
+    """Draw weights at which attention and positions decide the next token; norms stay, give or take 10 %."""
     head = model.get_output_embeddings()
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     with torch.no_grad():
@@ -262,7 +264,9 @@ FAMILIES: tuple[Family, ...] = (
         {**_HIDDEN, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
         notes="rotary",
     ),
-    Family("Falcon-ALiBi", "falcon", {**_HIDDEN, "alibi": True, "multi_query": False}, notes="ALiBi from the padding mask"),
+    Family(
+        "Falcon-ALiBi", "falcon", {**_HIDDEN, "alibi": True, "multi_query": False}, notes="ALiBi from the padding mask"
+    ),
     _llama_like("StarCoder2", "starcoder2", sliding_window=WINDOW, window=WINDOW, notes="every layer slides"),
     _llama_like("OLMo2", "olmo2"),
     _llama_like("Cohere", "cohere", logit_scale=1.0),

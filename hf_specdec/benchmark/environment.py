@@ -3,6 +3,7 @@
 Names of hosts and folders are left out: a result says what kind of machine it is from, not which.
 """
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 
+import hf_specdec
+
 __all__ = ["PeakMemory", "describe", "device_name", "model_facts"]
 
-PACKAGES = ("accelerate", "bitsandbytes", "hf_specdec", "numpy", "scikit-learn", "torch", "transformers")
+PACKAGES = ("accelerate", "bitsandbytes", "numpy", "scikit-learn", "torch", "transformers")
 #: CPU flags that decide how fast matrices are multiplied, best first, and how a device's name shows them
 CPU_FEATURES = ("amx_bf16", "avx512_bf16", "avx512_vnni", "avx512f", "avx2", "sve", "asimd")
 ROOT = Path(__file__).parents[2]
@@ -50,18 +53,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {"hf_specdec": hf_specdec.__version__, **_versions()},
         "commit": _git("rev-parse", "HEAD"),
         "has_uncommitted_changes": bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results")),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _git(*arguments: str) -> str | None:
@@ -99,10 +103,8 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            try:
+            with contextlib.suppress(OSError):  # elsewhere the peak is that of the process so far
                 Path("/proc/self/clear_refs").write_text("5")  # Linux: resets VmHWM
-            except OSError:
-                pass  # then the peak is that of the process so far
 
     def bytes(self) -> int:
         """The peak so far."""

@@ -158,8 +158,15 @@ def read_experiment(path: Path) -> Experiment:
         if key not in data:
             raise ValueError(f"{path.name} must say {key}.")
     prompts = _chosen(path.parent / data.pop("prompts"), data.pop("prompts_per_kind"))
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return Experiment(name=_name(path), prompts=prompts, **lists)
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        value = tuple(value) if isinstance(value, list) else value
+        expected = type(fields[key].default) if isinstance(fields[key].default, (tuple, int, str)) else str
+        if type(value) is not expected:
+            wanted = "a list" if expected is tuple else f"of type {expected.__name__}"
+            raise ValueError(f"{key} in {path.name} must be {wanted}, got {data[key]!r}.")
+        values[key] = value
+    return Experiment(name=_name(path), prompts=prompts, **values)
 
 
 def _name(path: Path) -> str:

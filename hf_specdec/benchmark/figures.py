@@ -1,7 +1,7 @@
 """Pictures of a ledger: speedup by kind of text with intervals, and acceptance by position of the draft.
 
-One figure per device, a row per experiment. A figure carries the digest of the results that it was drawn from, so that a
-stale one is noticed without drawing it again. Needs matplotlib (the extra ``report``).
+One figure per device, a row per experiment. A figure carries the digest of the results that it was drawn from, so that
+a stale one is noticed without drawing it again. Needs matplotlib (the extra ``report``).
 """
 
 import hashlib
@@ -44,7 +44,12 @@ def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> Path:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("Figures need matplotlib: pip install 'hf_specdec[report]'.") from error
-    options = {"svg.hashsalt": device, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    options: dict[Any, Any] = {
+        "svg.hashsalt": device,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with matplotlib.rc_context(options):
         figure, axes = pyplot.subplots(len(ledgers), 2, figsize=(9, 2.9 * len(ledgers)), squeeze=False)
         for row, (name, ledger) in zip(axes, ledgers.items(), strict=True):

@@ -1,7 +1,7 @@
 """The ledger: one JSON file per device and experiment, one record per line, written cell by cell.
 
-``<results>/<device>/<experiment>.json`` holds the question, and for each cell its digest, where it was taken and the raw
-records. A rerun replaces a cell; nothing is edited by hand. Numbers are derived in `summary`, never stored.
+``<results>/<device>/<experiment>.json`` holds the question, and for each cell its digest, where it was taken and the
+raw records. A rerun replaces a cell; nothing is edited by hand. Numbers are derived in `summary`, never stored.
 """
 
 import json

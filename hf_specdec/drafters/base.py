@@ -91,6 +91,11 @@ class Drafter(ABC):
     def __init__(self, request: DraftRequest) -> None:
         self.request = request
 
+    @classmethod
+    def why_unfit(cls, target: Any) -> str | None:
+        """The reason why this drafter cannot draft for `target` at all, or None."""
+        return None
+
     @abstractmethod
     def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
         """Propose up to `draft_length` ≥ 1 tokens after each row's committed text.

@@ -6,6 +6,9 @@ tokens (its own last one was drawn, not read), else one; reading one again is ha
 Source: Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, the draft's half.
 """
 
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +30,11 @@ class ModelDrafter(Drafter):
     needs_model: ClassVar[bool] = True
     has_probs: ClassVar[bool] = True
 
-    def __init__(self, request: DraftRequest) -> None:
+    def __init__(
+        self, request: DraftRequest, around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    ) -> None:
         super().__init__(request)
-        self.model = DraftModel(request)
+        self.model = DraftModel(request, around)
 
     def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
         """See `Drafter.propose`. Rows whose text holds an id that the draft cannot embed draft nothing more."""

@@ -173,6 +173,9 @@ class RaggedCache(Cache):
         lengths: slots per row that count (at most what `source` holds).
     """
 
+    #: whether some row's first slots are padding; set by whoever holds the padding mask
+    is_padded = False
+
     def __init__(self, source: DynamicCache, lengths: Sequence[int]) -> None:
         self.source = source
         self.row_lengths = RowLengths(lengths)
@@ -209,8 +212,11 @@ class RaggedCache(Cache):
                 layer.make_room(width)
 
     def get_query_offset(self, layer_idx: int = 0):
-        """First slot of the next pass: an int while rows are equally long, else an int64 tensor [batch]."""
-        if self.row_lengths.is_uniform:
+        """First slot of the next pass: an int while rows are equally long and not padded, else an int64 tensor [batch].
+
+        With an int, transformers reads the padding mask on the host in every pass, to see whether it can be skipped.
+        """
+        if self.row_lengths.is_uniform and not self.is_padded:
             return self.row_lengths.longest
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         device = layer.keys.device if isinstance(layer, RaggedLayer) else torch.device("cpu")

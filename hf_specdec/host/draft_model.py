@@ -5,7 +5,10 @@ that a handed-over cache held before the prompt's first column (0 when they are 
 prompt, which costs acceptance, never exactness).
 """
 
+import contextlib
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,7 @@ class DraftMemory:
 
     Attributes:
         model: weak reference to the draft.
+        method: the drafter's name: one model may draft in more than one way.
         ids: int64 [batch, slots], the tokens behind the keys (and the last one, whose keys are still missing).
         padding_mask: int64 [batch, seq] or None, as the call had it.
         cache: the keys.
@@ -40,14 +44,16 @@ class DraftMemory:
     """
 
     model: weakref.ref
+    method: str
     ids: Tensor
     padding_mask: Tensor | None
     cache: RaggedCache
     valid: list[int]
 
-    def common_prefix(self, model: Any, ids: Tensor, padding_mask: Tensor | None) -> list[int] | None:
+    def common_prefix(self, request: DraftRequest, ids: Tensor) -> list[int] | None:
         """Slots per row that can be used again for `ids` [batch, seq]; None if these are not the same rows."""
-        if self.model() is not model or ids.shape[0] != self.ids.shape[0] or not self._pads_alike(padding_mask):
+        is_same_draft = self.model() is request.model and self.method == request.config.method
+        if not is_same_draft or ids.shape[0] != self.ids.shape[0] or not self._pads_alike(request.padding_mask):
             return None
         width = min(ids.shape[1], self.ids.shape[1])
         same = (ids[:, :width] == self.ids[:, :width].to(ids.device)).long().cumprod(dim=1).sum(dim=1).tolist()
@@ -61,10 +67,17 @@ class DraftMemory:
 
 
 class DraftModel:
-    """The draft model of one call. Its forwards raise `DraftFailure`, whatever goes wrong inside them."""
+    """The draft model of one call. Its forwards raise `DraftFailure`, whatever goes wrong inside them.
 
-    def __init__(self, request: DraftRequest) -> None:
-        self.request, self.model = request, request.model
+    Args:
+        request: what to draft for.
+        around: makes the context in which every forward runs.
+    """
+
+    def __init__(
+        self, request: DraftRequest, around: Callable[[], AbstractContextManager] = contextlib.nullcontext
+    ) -> None:
+        self.request, self.model, self._around = request, request.model, around
         self.vocabulary = VocabularyMap(request.vocab_size, output_vocab_size(request.model))
         history = request.history_ids
         self.shift = 0 if history is None else history.shape[1]
@@ -124,7 +137,8 @@ class DraftModel:
     def _forward(self, ids: Tensor, starts: list[int]) -> Any:
         assert self._runner is not None
         try:
-            return self._runner.forward(ids.clamp(max=self.vocabulary.draft_size - 1), starts, num_logits=1)
+            with self._around():
+                return self._runner.forward(ids.clamp(max=self.vocabulary.draft_size - 1), starts, num_logits=1)
         except Exception as error:  # whatever a draft model may raise: the call must go on without it
             raise DraftFailure(f"{type(error).__name__}: {error}") from error
 
@@ -135,7 +149,8 @@ class DraftModel:
         self._blocked = ~self.vocabulary.is_embeddable(context).all(dim=1)
         context = context.clamp(max=self.vocabulary.draft_size - 1)
         try:
-            self._read_context(context)
+            with self._around():
+                self._read_context(context)
         except Exception as error:
             raise DraftFailure(f"{type(error).__name__}: {error}") from error
 
@@ -157,7 +172,7 @@ class DraftModel:
 
     def _resumed(self, context: Tensor) -> tuple[RaggedCache | None, int]:
         memory: DraftMemory | None = self.request.resume
-        usable = None if memory is None else memory.common_prefix(self.model, context, self.request.padding_mask)
+        usable = None if memory is None else memory.common_prefix(self.request, context)
         if memory is None or not usable or min(usable) == 0 or not memory.cache.can_roll_back(min(usable)):
             return None, 0
         return memory.cache, min(usable)
@@ -185,7 +200,14 @@ class DraftModel:
             ids = torch.cat([history.to(ids.device), ids], dim=1)
         lengths = [length + self.shift for length in sequence.host_lengths]
         valid = [min(valid, length - 1) for valid, length in zip(self.valid, lengths, strict=True)]
-        return DraftMemory(weakref.ref(self.model), ids.clone(), self.request.padding_mask, self._runner.cache, valid)
+        return DraftMemory(
+            weakref.ref(self.model),
+            self.request.config.method,
+            ids.clone(),
+            self.request.padding_mask,
+            self._runner.cache,
+            valid,
+        )
 
 
 def _positions(mask: Tensor | None, ids: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec.config import Resolution, SpeculativeConfig
 from hf_specdec.drafters import Drafter
-from hf_specdec.drafters.model import ModelDrafter  # noqa: F401  (registers "draft_model")
+from hf_specdec.drafters.base_model import BaseModelDrafter  # noqa: F401  (registers "base" and "draft_model")
 from hf_specdec.host import binding
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft
@@ -58,8 +58,9 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
     config = resolution.config
     assert config is not None
     drafter: type[Drafter] = lookup("method", DRAFTERS, config.method)
-    if not drafter.needs_model:
-        return None, None
+    why = drafter.why_unfit(target)
+    if why is not None or not drafter.needs_model:
+        return None, why
     draft, why = assistant, None
     bound = binding.bindings_of(target)
     if draft is None and resolution.inherits_draft and bound:

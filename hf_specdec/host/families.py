@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from hf_specdec.host.cache import RaggedCache
 from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords
 
-__all__ = ["VERIFIED", "why_not_ragged"]
+__all__ = ["VERIFIED", "why_frequencies_move", "why_not_ragged"]
 
 # model_type of families whose every attention implementation the parity suite runs over (tests/zoo.py).
 VERIFIED = frozenset({"gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"})
@@ -49,6 +49,27 @@ def why_not_ragged(model: Any) -> str | None:
         if key not in verdicts:
             verdicts[key] = _try(model)
         return verdicts[key]
+
+
+def why_frequencies_move(model: Any, longest: int | None) -> str | None:
+    """The reason why a text of `longest` slots (None: no limit) parts from plain's because rotary frequencies follow
+    the longest position of a pass (rope types dynamic and longrope), None if it does not get that far.
+
+    A verify pass reaches K positions further than plain's pass over the same token, so it changes frequencies earlier;
+    some models then drop the whole cache.
+    """
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    is_by_layer_type = bool(parameters) and all(isinstance(value, dict) for value in parameters.values())
+    for rope in parameters.values() if is_by_layer_type else [parameters]:
+        kind = rope.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+        limit = original or config.max_position_embeddings
+        if longest is None or longest > limit:
+            return f"rotary frequencies of type {kind} change past {limit} positions, and this text may get there"
+    return None
 
 
 def _try(model: Any) -> str | None:

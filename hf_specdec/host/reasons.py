@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessorList
 
+from hf_specdec.host.adapters import why_adapters
 from hf_specdec.host.cache import unsupported_layer
 from hf_specdec.host.families import why_not_ragged
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
@@ -77,6 +78,7 @@ def why_plain(
     return (
         _why_cache(model, cache)
         or _why_inputs(inputs)
+        or why_adapters(model)
         or why_not_in_batch(processors, batch)
         or _why_attention(model, inputs)
         or why_not_ragged(model)

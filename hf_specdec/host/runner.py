@@ -53,6 +53,7 @@ class ModelRunner:
         self._keywords = forward_keywords(model)
         self._extra = {cache_keyword(model): cache, "use_cache": True, "return_dict": True, **(extra or {})}
         self._mask = padding_mask
+        cache.is_padded = padding_mask is not None and bool((padding_mask == 0).any())
         self._offsets: Tensor | None = None
         if "position_ids" in self._keywords and last_positions is not None:
             self._offsets = last_positions - (num_slots - 1)

@@ -287,7 +287,14 @@ def gpt_neo():
 def t5():
     torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, eos_token_id=None
+        vocab_size=VOCAB,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        eos_token_id=None,
     )
     return transformers.T5ForConditionalGeneration(config).eval()
 

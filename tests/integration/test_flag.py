@@ -62,7 +62,8 @@ def test_call_keyword_beats_call_config_beats_model_config(enabled):
 
 
 @pytest.mark.parametrize(
-    ("keyword", "in_call_config"), [(None, None), (None, True), (True, None), ({}, {}), ({"num_speculative_tokens": None}, None)]
+    ("keyword", "in_call_config"),
+    [(None, None), (None, True), (True, None), ({}, {}), ({"num_speculative_tokens": None}, None)],
 )
 def test_none_means_not_given_at_every_place(enabled, keyword, in_call_config):
     target, _, plain = enabled
@@ -146,7 +147,9 @@ def test_assistant_model_without_the_flag_is_transformers_own_business(registere
     target, draft, plain = registered
     assert_called = []
     original = type(target)._assisted_decoding
-    monkeypatch.setattr(type(target), "_assisted_decoding", lambda *a, **k: assert_called.append(1) or original(*a, **k))
+    monkeypatch.setattr(
+        type(target), "_assisted_decoding", lambda *a, **k: assert_called.append(1) or original(*a, **k)
+    )
     output = target.generate(**prompts(), max_new_tokens=NEW, assistant_model=draft)
     assert output.tolist() == plain.tolist()
     assert assert_called == [1]
@@ -306,7 +309,12 @@ def test_unfit_drafts_are_errors_of_the_call(registered):
         target.generate(**prompts(), assistant_model=T5ForConditionalGeneration(small), speculative_config=True)
 
 
-SET_ASIDE = [("prompt_lookup_num_tokens", 3), ("assistant_early_exit", 1), ("use_mtp", True), ("speculation_type", "dflash")]
+SET_ASIDE = [
+    ("prompt_lookup_num_tokens", 3),
+    ("assistant_early_exit", 1),
+    ("use_mtp", True),
+    ("speculation_type", "dflash"),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), SET_ASIDE)

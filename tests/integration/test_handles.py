@@ -238,7 +238,9 @@ def test_environment_variable_makes_new_handles_inert(monkeypatch, as_found):
     assert as_found()
 
 
-def without_streamer(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **inputs):
+def without_streamer(
+    self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, **inputs
+):
     raise NotImplementedError
 
 
@@ -291,7 +293,9 @@ def test_removing_the_last_handle_during_a_call_does_not_change_its_text(as_foun
     plain = target.generate(**inputs, max_new_tokens=24)
     gate, outputs = Gate(), []
     handle = hf_specdec.enable(target, draft)
-    thread = threading.Thread(target=lambda: outputs.append(target.generate(**inputs, max_new_tokens=24, streamer=gate)))
+    thread = threading.Thread(
+        target=lambda: outputs.append(target.generate(**inputs, max_new_tokens=24, streamer=gate))
+    )
     thread.start()
     assert gate.reached.wait(30)
     handle.remove()

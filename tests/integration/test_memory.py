@@ -70,7 +70,9 @@ def test_buffers_grow_by_blocks_and_then_by_half(buffers, id_widths):
         assert widths[0] <= 6 + BLOCK
         steps = [later - earlier for earlier, later in zip(widths, widths[1:], strict=False)]
         assert all(step >= BLOCK for step in steps)
-        assert all(later <= max(1.5 * earlier, earlier + BLOCK) for earlier, later in zip(widths, widths[1:], strict=False))
+        assert all(
+            later <= max(1.5 * earlier, earlier + BLOCK) for earlier, later in zip(widths, widths[1:], strict=False)
+        )
         assert length <= widths[-1] <= 1.5 * (length + 64)
 
 
@@ -78,7 +80,9 @@ def test_the_caches_bytes_are_those_of_its_buffers(monkeypatch):
     target, draft = pair()
     seen = []
     give_back = RaggedCache.give_back
-    monkeypatch.setattr(RaggedCache, "give_back", lambda self, width: seen.append(self.nbytes) or give_back(self, width))
+    monkeypatch.setattr(
+        RaggedCache, "give_back", lambda self, width: seen.append(self.nbytes) or give_back(self, width)
+    )
     with hf_specdec.enable(target, draft):
         output = target.generate(**prompts(2), max_new_tokens=10, return_dict_in_generate=True)
     slot = 2 * 2 * 2 * 8 * 4 * 2  # layers × (key, value) × heads × width × float32 × rows

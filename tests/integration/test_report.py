@@ -279,7 +279,9 @@ def broken(model, fault, after):
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-@pytest.mark.parametrize(("fault", "said"), [("nan", "the draft gave NaN"), ("raise", "the draft failed (MemoryError: ")])
+@pytest.mark.parametrize(
+    ("fault", "said"), [("nan", "the draft gave NaN"), ("raise", "the draft failed (MemoryError: ")]
+)
 def test_a_failing_draft_never_fails_the_call(fault, said, do_sample, batch, after):
     target, draft = pair()
     inputs = prompts(batch)

@@ -124,7 +124,9 @@ def test_a_row_with_an_id_that_the_draft_cannot_embed_drafts_nothing_more():
         assert alone[0].tolist() == plain[0].tolist()
         # Row 1 ran one token a step and row 0 drafted all there was to draft.
         assert hf_specdec.report(target).drafted == both
-        target.generate(input_ids=inputs["input_ids"][1:], attention_mask=inputs["attention_mask"][1:], max_new_tokens=20)
+        target.generate(
+            input_ids=inputs["input_ids"][1:], attention_mask=inputs["attention_mask"][1:], max_new_tokens=20
+        )
         report = hf_specdec.report(target)
         assert (report.reason, report.drafted, report.accepted) == (None, 0, 0)
         assert report.steps == 19
@@ -134,9 +136,9 @@ def test_a_row_that_emits_such_an_id_drafts_nothing_after_it():
     target, draft = pair_of_sizes(LARGE, SMALL)
     inputs = prompts(1, 6, vocab_size=REAL)
     with torch.no_grad():  # greedy text runs into an id that only the target has
-        target.lm_head.weight[SMALL + 1] = target.lm_head.weight[
-            int(target.generate(**inputs, max_new_tokens=6, pad_token_id=0)[0, -1])
-        ] * 1.01
+        target.lm_head.weight[SMALL + 1] = (
+            target.lm_head.weight[int(target.generate(**inputs, max_new_tokens=6, pad_token_id=0)[0, -1])] * 1.01
+        )
     plain = target.generate(**inputs, max_new_tokens=30)
     first = next(i for i, token in enumerate(plain[0, 6:].tolist()) if token >= SMALL)
     with hf_specdec.enable(target, draft):

@@ -13,7 +13,7 @@ from tests.comparison import assert_parity, assert_same_text, assert_speculated,
 from tests.zoo import VOCAB, WINDOW, pair, prompts
 
 NEW_TOKENS = 24
-# Blocks of K + 1 queries round differently from single ones: some float32 ulps of numbers around 10, through two layers.
+# Blocks of K + 1 queries round differently from single ones: some float32 ulps of numbers around 10, over two layers.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 FAMILIES = ("Llama", "Gemma3", "Mistral", "GPT-2")
 ROWS = pytest.mark.parametrize("lengths", [(9,), (11, 5, 8)], ids=["one row", "ragged"])
@@ -116,7 +116,11 @@ def test_entries_of_rows_that_a_criterion_cut_are_dropped(llama):
         def __call__(self, input_ids, scores, **kwargs):
             return torch.full((3,), input_ids.shape[1] >= 18)
 
-    options = {"return_dict_in_generate": True, "output_scores": True, "stopping_criteria": StoppingCriteriaList([AtLength()])}
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "stopping_criteria": StoppingCriteriaList([AtLength()]),
+    }
     actual, _ = speculate(llama, 8, **prompts((11, 5, 8)), **options, max_new_tokens=NEW_TOKENS)
     assert actual.sequences.shape[1] == 18
     assert len(actual.scores) == 7

@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from hf_specdec.host.families import why_frequencies_move
 from tests.comparison import assert_parity, assert_same_text, assert_speculated, new_tokens, plain, speculate
 from tests.zoo import BOS, FAMILIES, WINDOW, family, pair, prompts
 
@@ -16,7 +17,9 @@ NEW_TOKENS = 24
 def _cases(families):
     """(family, attention implementation); families outside part one are slow."""
     return [
-        pytest.param(entry.name, implementation, marks=[pytest.mark.slow] * entry.is_slow, id=f"{entry.name}-{implementation}")
+        pytest.param(
+            entry.name, implementation, marks=[pytest.mark.slow] * entry.is_slow, id=f"{entry.name}-{implementation}"
+        )
         for entry in families
         for implementation in entry.implementations
         if entry.reason is None
@@ -130,10 +133,27 @@ def test_right_draft_is_accepted_whole_and_ends_at_the_exact_count(llama, draft_
 @pytest.mark.parametrize("draft_length", DRAFT_LENGTHS)
 def test_text_does_not_depend_on_the_draft(draft_length):
     target, stranger = pair("Llama")[0], family("Qwen3").build(seed=5)
-    text, report = assert_parity(
+    _, report = assert_parity(
         (target, stranger), draft_length, accepts=False, **prompts((11, 5, 8)), max_new_tokens=NEW_TOKENS
     )
     assert report.acceptance_rate < 0.5
+
+
+@pytest.mark.parametrize("lengths", [(9,), (11, 5, 8), (40, 12, 33)], ids=str)
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_drafting_ends_where_the_drafts_context_ends(name, lengths):
+    entry, (target, draft) = family(name), pair(name)
+    option = "n_positions" if name == "GPT-2" else "max_position_embeddings"
+    short = entry.build(**{option: 32})
+    sizes = {key: value.shape for key, value in short.state_dict().items()}
+    weights = {key: value[: sizes[key][0]] if value.ndim else value for key, value in draft.state_dict().items()}
+    short.load_state_dict(weights)
+    is_short = max(lengths) < 32
+    _, report = assert_parity(
+        (target, short), accepts=is_short, rejects=is_short, **prompts(lengths), max_new_tokens=50
+    )
+    assert report.notes == []  # it ended drafting, it did not fail
+    assert report.draft_lengths[-1] == 0
 
 
 def test_long_text_outgrows_every_first_buffer():
@@ -146,6 +166,56 @@ def test_long_text_outgrows_every_first_buffer():
 def test_text_may_run_to_the_last_learned_position(name):
     models, prompt = pair(name), prompts((200, 190, 196))
     assert_parity(models, 8, **prompt, max_new_tokens=56)  # row 0 ends at position 255, the last one there is
+
+
+ROPE_LIMIT = 32
+MOVING_ROPE = {
+    "dynamic": ("Llama", {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": ROPE_LIMIT}),
+    "longrope": (
+        "Phi-3",
+        {
+            "rope_type": "longrope",
+            "factor": 8.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [4.0, 3.0, 2.0, 5.0],
+            "original_max_position_embeddings": ROPE_LIMIT,
+        },
+        {"original_max_position_embeddings": ROPE_LIMIT, "sliding_window": None},
+    ),
+}
+
+
+def _moving_rope(kind):
+    name, rope, changes = MOVING_ROPE[kind]
+    target = family(name).build(rope_parameters={"rope_theta": 10000.0, **rope}, **changes)
+    return target, family(name).build_draft(target)
+
+
+@pytest.mark.parametrize("kind", MOVING_ROPE)
+def test_text_before_the_point_where_rotary_frequencies_change_equals_plain(kind):
+    models = _moving_rope(kind)
+    _, report = assert_parity(models, **prompts((11, 5, 8)), max_length=ROPE_LIMIT)
+    assert report.reason is None
+    assert why_frequencies_move(models[0], ROPE_LIMIT) is None
+
+
+@pytest.mark.xfail(strict=True, reason="host.reasons.why_plain does not ask families.why_frequencies_move yet")
+@pytest.mark.parametrize("kind", MOVING_ROPE)
+def test_text_past_the_point_where_rotary_frequencies_change_is_plain_and_says_why(kind):
+    models, prompt = _moving_rope(kind), prompts((11, 5, 8))
+    text, report = speculate(models, **prompt, max_new_tokens=50)
+    assert_same_text(text, plain(models[0], **prompt, max_new_tokens=50))
+    assert report.reason == why_frequencies_move(models[0], 61)
+
+
+def test_moving_rotary_frequencies_are_known_by_their_type():
+    for kind in MOVING_ROPE:
+        target, _ = _moving_rope(kind)
+        expected = f"rotary frequencies of type {kind} change past 32 positions, and this text may get there"
+        assert why_frequencies_move(target, ROPE_LIMIT + 1) == expected
+        assert why_frequencies_move(target, None) == expected
+    for entry in FAMILIES:
+        assert why_frequencies_move(pair(entry.name)[0], None) is None
 
 
 def test_rows_of_num_return_sequences_are_plains(llama):
@@ -178,9 +248,7 @@ def test_any_of_several_eos_ids_ends_a_row_and_rows_end_at_different_times(llama
     prompt = prompts((11, 5, 8))
     free = plain(llama[0], **prompt, max_new_tokens=NEW_TOKENS)[:, 11:]
     eos = [free[0, 3].item(), free[1, 9].item(), free[2, 16].item()]
-    text, _ = assert_parity(
-        llama, draft_length, accepts=False, **prompt, max_new_tokens=NEW_TOKENS, eos_token_id=eos
-    )
+    text, _ = assert_parity(llama, draft_length, accepts=False, **prompt, max_new_tokens=NEW_TOKENS, eos_token_id=eos)
     assert len({len(new_tokens(text, 11, row)) for row in range(3)}) > 1
 
 

@@ -1,7 +1,7 @@
 """Every position's scores are what plain decoding computes with that position's own prefix and row.
 
-Twice: whole calls, greedy and float32, for each processor that an option of `generate()` reaches; and `BlockProcessors` on a
-ragged block against the list called as plain calls it, for each class in the package's table.
+Twice: whole calls, greedy and float32, for each processor that an option of `generate()` reaches; and
+`BlockProcessors` on a ragged block against the list called as plain calls it, for each class in the package's table.
 """
 
 import copy
@@ -144,7 +144,9 @@ class DeclaredFavourSum(FavourSum):
 
 def test_processor_that_is_not_known_to_be_position_wise_never_changes_the_text(llama):
     expected = plain(llama[0], **PROMPT, logits_processor=LogitsProcessorList([FavourSum()]), max_new_tokens=NEW_TOKENS)
-    text, report = speculate(llama, **PROMPT, logits_processor=LogitsProcessorList([FavourSum()]), max_new_tokens=NEW_TOKENS)
+    text, report = speculate(
+        llama, **PROMPT, logits_processor=LogitsProcessorList([FavourSum()]), max_new_tokens=NEW_TOKENS
+    )
     assert_same_text(text, expected)
     assert "FavourSum is not known to be position-wise" in report.reason
 
@@ -206,7 +208,9 @@ MAKERS = {
     "EncoderRepetitionPenaltyLogitsProcessor": lambda ids: logits_process.EncoderRepetitionPenaltyLogitsProcessor(
         1.5, ids[:, :4]
     ),
-    "EncoderNoRepeatNGramLogitsProcessor": lambda ids: logits_process.EncoderNoRepeatNGramLogitsProcessor(2, ids[:, :4]),
+    "EncoderNoRepeatNGramLogitsProcessor": lambda ids: logits_process.EncoderNoRepeatNGramLogitsProcessor(
+        2, ids[:, :4]
+    ),
     "SequenceBiasLogitsProcessor": lambda ids: logits_process.SequenceBiasLogitsProcessor(
         [[[4], 2.0], [[3, 5], -4.0], [[5, 4, 3], 6.0]]
     ),
@@ -305,7 +309,9 @@ def test_positions_without_meaning_may_hold_anything(name):
 
 
 def test_only_processors_that_look_at_ids_need_the_host_to_know_prefixes():
-    flat = LogitsProcessorList([logits_process.TopKLogitsWarper(5), logits_process.RepetitionPenaltyLogitsProcessor(1.2)])
+    flat = LogitsProcessorList(
+        [logits_process.TopKLogitsWarper(5), logits_process.RepetitionPenaltyLogitsProcessor(1.2)]
+    )
     exact = LogitsProcessorList([logits_process.ForcedBOSTokenLogitsProcessor(1)])
     assert not BlockProcessors(flat).needs_prefixes
     assert BlockProcessors(exact).needs_prefixes

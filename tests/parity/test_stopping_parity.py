@@ -148,7 +148,9 @@ def test_criterion_is_called_as_plain_calls_it(llama, tokenizer, free, name, pro
     expected, actual = Recording(rule), Recording(rule)
     options = options | {"eos_token_id": eos, "max_new_tokens": NEW_TOKENS}
     plain_output = plain(llama[0], **prompt, **options, stopping_criteria=StoppingCriteriaList([expected]))
-    output, report = speculate(llama, draft_length, **prompt, **options, stopping_criteria=StoppingCriteriaList([actual]))
+    output, report = speculate(
+        llama, draft_length, **prompt, **options, stopping_criteria=StoppingCriteriaList([actual])
+    )
     if options.get("return_dict_in_generate"):
         plain_output, output = plain_output.sequences, output.sequences
     assert_same_text(output, plain_output)
@@ -327,14 +329,11 @@ def test_exception_passes_through_unchanged_and_the_stream_is_not_ended(llama, w
 @pytest.mark.parametrize("who", ["streamer", "criterion"])
 def test_stream_before_an_exception_is_plains(llama, who):
     streams = []
-    for speculative in (False, True):
+    for call, model in ((plain, llama[0]), (speculate, llama)):
         options = _raising(who, Cancelled())
         streams.append(options["streamer"])
         with pytest.raises(Cancelled):
-            if speculative:
-                speculate(llama, 4, **PROMPT, max_new_tokens=NEW_TOKENS, **options)
-            else:
-                plain(llama[0], **PROMPT, max_new_tokens=NEW_TOKENS, **options)
+            call(model, **PROMPT, max_new_tokens=NEW_TOKENS, **options)
     assert [put.tolist() for put in streams[1].puts] == [put.tolist() for put in streams[0].puts]
 
 

@@ -1,4 +1,4 @@
-"""Rolling rows back is forgetting: whatever was committed and dropped before, a pass sees a fresh prefill of its rows."""
+"""Rolling back is forgetting: whatever was committed and dropped before, a pass sees a fresh prefill of its rows."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_specdec.host import cache as cache_module
-from hf_specdec.host import target as target_module
 from hf_specdec.host.cache import RaggedCache, RaggedSlidingLayer
 from hf_specdec.host.masks import install_masks, uninstall_masks
 from hf_specdec.host.runner import ModelRunner, cache_keyword
@@ -86,7 +85,9 @@ class Rows:
 
 
 STEPS = st.lists(
-    st.integers(1, 5).flatmap(lambda width: st.tuples(st.just(width), st.lists(st.integers(0, width), min_size=3, max_size=3))),
+    st.integers(1, 5).flatmap(
+        lambda width: st.tuples(st.just(width), st.lists(st.integers(0, width), min_size=3, max_size=3))
+    ),
     min_size=1,
     max_size=7,
 )
@@ -112,7 +113,9 @@ def test_any_commits_and_rollbacks_equal_a_fresh_prefill(
 @_settings(15)
 @given(
     lengths=LENGTHS,
-    steps=st.lists(st.tuples(st.integers(1, 5), st.lists(st.integers(-6, 5), min_size=3, max_size=3)), min_size=2, max_size=7),
+    steps=st.lists(
+        st.tuples(st.integers(1, 5), st.lists(st.integers(-6, 5), min_size=3, max_size=3)), min_size=2, max_size=7
+    ),
     seed=st.integers(0, 99),
 )
 def test_full_layers_roll_back_as_far_as_wanted(ragged_masks, small_buffers, lengths, steps, seed):
@@ -188,21 +191,19 @@ def test_sliding_layers_stay_bounded_on_a_long_text(ragged_masks, small_buffers,
     assert largest <= 2 * (WINDOW + spread + 4 + 4)
 
 
-@pytest.mark.parametrize("who", ["target", "draft"])
-def test_a_calls_sliding_layers_stay_bounded(monkeypatch, small_buffers, who, mistral):
-    made = []
-    take = RaggedCache.__init__
+def test_sliding_layers_of_target_and_draft_stay_bounded_in_a_call(monkeypatch, small_buffers, mistral):
+    held = []
+    make_room = RaggedSlidingLayer.make_room
 
-    def remembered(self, source, lengths):
-        take(self, source, lengths)
-        made.append(self)
+    def remembered(self, *args):
+        make_room(self, *args)
+        held.append((id(self), self.keys.shape[-2]))
 
-    monkeypatch.setattr(RaggedCache, "__init__", remembered)
+    monkeypatch.setattr(RaggedSlidingLayer, "make_room", remembered)
     speculate(mistral, **prompts((12, 5, 9)), max_new_tokens=220)
-    target, draft = sorted(made, key=lambda cache: isinstance(getattr(cache, "source", None), DynamicCache))[:2]
-    for cache in made:
-        for layer in cache.layers:
-            assert layer.keys is None or layer.keys.shape[-2] < 110, (target, draft)
+    assert len({layer for layer, _ in held}) == 4  # two of the target, two of the draft
+    # Rows drift apart by tens of slots here, the text has 232.
+    assert max(slots for _, slots in held) < 120
 
 
 def test_rows_that_have_ended_hold_no_window_open(ragged_masks, small_buffers):
@@ -220,14 +221,10 @@ def test_rows_that_have_ended_hold_no_window_open(ragged_masks, small_buffers):
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
 def test_draft_sees_its_whole_window_after_rejections(monkeypatch, name):
-    """Sliding must not drop what the draft needs when it is rolled back: the draft proposes the same with small buffers."""
+    """Sliding must not drop what a draft that is rolled back needs: it proposes the same with small buffers."""
     histograms = []
     for growth in (4, 256):
         monkeypatch.setattr(cache_module, "MIN_GROWTH", growth)
         _, report = speculate(pair(name), 8, **prompts((12, 5, 9)), max_new_tokens=120)
         histograms.append(report.accepted_histogram)
     assert histograms[0] == histograms[1]
-
-
-def test_target_uses_the_cache_that_is_tested_here():
-    assert target_module.RaggedCache is RaggedCache

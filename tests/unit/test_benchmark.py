@@ -1,0 +1,483 @@
+"""Does the benchmark measure what it says, resume, keep raw numbers, and derive the right ones from them?"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from hf_specdec.benchmark.arms import Assisted, Ours, Plain, arms_of
+from hf_specdec.benchmark.environment import PeakMemory, describe, device_name, model_facts
+from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, read_experiment
+from hf_specdec.benchmark.ledger import Ledger, read_results
+from hf_specdec.benchmark.running import Models, encoder, run_experiment
+from hf_specdec.benchmark.summary import best_arm, drafting, drift, identical, peak_bytes, speed, speedup
+from hf_specdec.cli import app
+from tests.zoo import VOCAB, pair
+
+ROOT = Path(__file__).parents[2]
+EXPERIMENTS = sorted((ROOT / "benchmarks" / "experiments").rglob("*.toml"))
+
+PROMPTS = (
+    Prompt("first", "code", "w3 w4 w5 w6"),
+    Prompt("second", "code", "w7 w8 w9"),
+    Prompt("third", "prose", "w4 w9 w12 w20 w7"),
+    Prompt("fourth", "prose", "w10 w11"),
+)
+EXPERIMENT = Experiment(
+    "draft_model/tiny", "target", "draft", PROMPTS, draft_lengths=(2,), assisted_draft_lengths=(3,), max_new_tokens=12
+)
+
+
+def encode(texts):
+    rows = [[int(word[1:]) for word in text.split()] for text in texts]
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+@pytest.fixture
+def tiny(llama):
+    return Models(*llama, encode, {"target": {}, "draft": {}})
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Ledger.of(tmp_path, "cpu", EXPERIMENT.name)
+
+
+def run(tiny, ledger, experiment=EXPERIMENT, **options):
+    told = []
+    run_experiment(experiment, arms_of(experiment), tiny, ledger, tell=told.append, **options)
+    return told
+
+
+# ------------------------------------------------------------------------------------------------------- the run
+
+
+def test_every_arm_decodes_every_prompt_and_records_what_it_took(tiny, ledger):
+    run(tiny, ledger)
+    assert set(ledger.data["cells"]) == {"code/greedy/1", "prose/greedy/1", "code/sampling/1", "prose/sampling/1"}
+    for record in ledger.records():
+        assert record["tokens"] == [12]
+        assert record["seconds"] > 0
+        assert record["peak_bytes"] > 2**20
+        assert ("report" in record) == (record["family"] == "ours")
+    ours = [record["report"] for record in ledger.records() if record["arm"] == "ours-2"]
+    assert all(report["reason"] is None and report["draft_passes"] > 0 for report in ours)
+    assert all(report["emitted"] == 12 and sum(report["accepted_histogram"]) == report["steps"] for report in ours)
+
+
+def test_plain_goes_first_and_last_and_the_order_of_the_others_varies(tiny, ledger):
+    many = tuple(Prompt(f"p{i}", "code", f"w{3 + i} w9") for i in range(6))
+    run(tiny, ledger, dataclasses.replace(EXPERIMENT, prompts=many, modes=("greedy",), max_new_tokens=2))
+    orders: dict[str, list[str]] = {}
+    for record in ledger.records():
+        orders.setdefault(record["prompt"], []).append(record["arm"])
+    assert all((order[0], order[-1]) == ("plain-first", "plain-last") for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) > 1
+
+
+def test_greedy_texts_are_compared_with_plain(tiny, ledger):
+    run(tiny, ledger, chooses=lambda cell: cell.mode == "greedy")
+    assert identical(ledger.records(), "ours-2") == (4, 4)  # float32: equal to plain, token by token
+    assert identical(ledger.records(), "plain-last") == (4, 4)
+
+
+def test_models_are_left_as_found(tiny, ledger):
+    tiny.target.generation_config.temperature = 0.3
+    configs = [model.generation_config for model in (tiny.target, tiny.draft)]
+    texts = [config.to_json_string() for config in configs]
+    run(tiny, ledger)
+    assert [model.generation_config for model in (tiny.target, tiny.draft)] == configs
+    assert [config.to_json_string() for config in configs] == texts
+    tiny.target.generation_config.temperature = None
+
+
+def test_checkpoint_settings_do_not_change_what_a_mode_means(tiny, ledger):
+    run(tiny, ledger, chooses=lambda cell: cell.key == "code/greedy/1")
+    tiny.target.generation_config.repetition_penalty = 5.0
+    plain = tiny.target.generate(**encode(["w3 w4 w5 w6"]), max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    again = Ledger(ledger.path.with_name("again.json"))
+    run(tiny, again, chooses=lambda cell: cell.key == "code/greedy/1")
+    tiny.target.generation_config.repetition_penalty = None
+    other = tiny.target.generate(**encode(["w3 w4 w5 w6"]), max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    assert plain != other
+    passes = [
+        [r["report"]["accepted_histogram"] for r in x.records() if r["family"] == "ours"] for x in (ledger, again)
+    ]
+    assert passes[0] == passes[1]
+
+
+def test_a_measured_cell_is_skipped_and_a_changed_question_is_not(tiny, ledger):
+    run(tiny, ledger)
+    before = ledger.path.read_text()
+    assert all("already" in line for line in run(tiny, Ledger(ledger.path)))
+    assert ledger.path.read_text() == before
+    longer = dataclasses.replace(EXPERIMENT, max_new_tokens=13)
+    assert not any("already" in line for line in run(tiny, Ledger(ledger.path), longer))
+    assert any("warming up" in line for line in run(tiny, Ledger(ledger.path), longer, is_rerun=True))
+
+
+def test_an_interrupted_run_keeps_the_cells_that_are_done(tiny, ledger):
+    def stop(text):
+        if text.startswith("prose/greedy/1: warming up"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_experiment(EXPERIMENT, arms_of(EXPERIMENT), tiny, ledger, tell=stop)
+    assert set(Ledger(ledger.path).data["cells"]) == {"code/greedy/1"}
+
+
+def test_batches_take_whole_groups_and_leave_out_arms_of_one_row(tiny, ledger):
+    run(tiny, ledger, dataclasses.replace(EXPERIMENT, batches=(2,), modes=("greedy",)))
+    records = ledger.records()
+    assert {record["prompt"] for record in records} == {"first+second", "third+fourth"}
+    assert {record["family"] for record in records} == {"plain", "ours"}
+    assert all(record["tokens"] == [12, 12] for record in records)
+
+
+def test_tokens_after_the_end_of_text_are_not_counted(tiny, ledger):
+    plain = tiny.target.generate(**encode(["w3 w4 w5 w6"]), max_new_tokens=12, do_sample=False)[0, 4:].tolist()
+    tiny.target.generation_config.eos_token_id = plain[4]
+    try:
+        run(tiny, ledger, chooses=lambda cell: cell.key == "code/greedy/1")
+    finally:
+        tiny.target.generation_config.eos_token_id = None
+    counts = {tuple(r["tokens"]) for r in ledger.records() if r["prompt"] == "first"}
+    assert counts == {(plain.index(plain[4]) + 1,)}
+
+
+def test_assisted_arm_sets_the_draft_length_and_restores_the_config(llama):
+    target, draft = llama
+    found = draft.generation_config
+    with Assisted("assisted-3", 3).set_up(target, draft) as keywords:
+        assert keywords == {"assistant_model": draft}
+        assert draft.generation_config.num_assistant_tokens == 3
+        assert draft.generation_config.assistant_confidence_threshold == 0
+    assert draft.generation_config is found
+    with Assisted("assisted-default").set_up(target, draft):
+        assert draft.generation_config.num_assistant_tokens == found.num_assistant_tokens
+    assert found.num_assistant_tokens is None
+
+
+def test_arms_stand_in_one_list():
+    names = [arm.name for arm in arms_of(dataclasses.replace(EXPERIMENT, draft_lengths=(1, 4)))]
+    assert names == ["plain-first", "assisted-default", "assisted-3", "ours-1", "ours-4", "plain-last"]
+    assert not Assisted("a").fits(2)
+    assert all(arm.fits(8) for arm in (Plain("p"), Ours("o")))
+
+
+# --------------------------------------------------------------------------------------------------- the question
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
+def test_experiments_of_the_repository_can_be_read(path):
+    experiment = read_experiment(path)
+    assert experiment.name == path.relative_to(ROOT / "benchmarks" / "experiments").with_suffix("").as_posix()
+    assert len(experiment.prompts) >= 10
+    assert len({prompt.kind for prompt in experiment.prompts}) == 3
+    quick = experiment.quick()
+    assert {len(quick.groups(cell)) for cell in quick.cells()} == {2}
+    assert quick.max_new_tokens == 32
+
+
+def test_repository_has_eight_prompts_of_each_kind():
+    import tomllib
+
+    prompts = tomllib.loads((ROOT / "benchmarks" / "prompts.toml").read_text(encoding="utf-8"))["prompt"]
+    kinds = [prompt["kind"] for prompt in prompts]
+    assert {kind: kinds.count(kind) >= 8 for kind in kinds} == {"code": True, "copy": True, "prose": True}
+    assert len({prompt["name"] for prompt in prompts}) == len(prompts)
+
+
+def written(folder, **changes):
+    prompts = "\n".join(f'[[prompt]]\nname = "{p.name}"\nkind = "{p.kind}"\ntext = "{p.text}"' for p in PROMPTS)
+    (folder / "prompts.toml").write_text(prompts)
+    values = {"target": "a", "draft": "b", "prompts": "prompts.toml"} | changes
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items() if value is not None]
+    path = folder / "experiments" / "draft_model" / "tiny.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "prompts.toml").write_text(prompts)
+    path.write_text("\n".join([*lines, "prompts_per_kind = { code = 2, prose = 2 }"]))
+    return path
+
+
+def test_experiment_is_named_after_its_path(tmp_path):
+    experiment = read_experiment(written(tmp_path, draft_lengths=[1, 8]))
+    assert experiment.name == "draft_model/tiny"
+    assert experiment.draft_lengths == (1, 8)
+    assert experiment.prompts == PROMPTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_lenghts": [1]}, "Unknown key 'draft_lenghts' in tiny.toml. Did you mean 'draft_lengths'?"),
+        ({"draft": None}, "tiny.toml must say draft."),
+        ({"batches": 1}, "batches in tiny.toml must be a list, got 1."),
+        ({"modes": ["warm"]}, "Unknown mode 'warm' in draft_model/tiny. Available: greedy, sampling."),
+        ({"batches": [3]}, "draft_model/tiny has fewer code prompts than batch=3 has rows."),
+    ],
+)
+def test_wrong_experiment_says_what_to_do(tmp_path, changes, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        read_experiment(written(tmp_path, **changes))
+    assert message in str(error.value)
+
+
+def test_too_many_prompts_asked_for(tmp_path):
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace("code = 2", "code = 5"))
+    with pytest.raises(ValueError, match="has 2 prompts of kind 'code', prompts_per_kind asks for 5"):
+        read_experiment(path)
+
+
+def test_digest_follows_the_question_of_its_cell():
+    cell, arms = Cell("code", "greedy", 1), ["plain-first", "ours-2"]
+    digest = EXPERIMENT.digest(cell, arms)
+    assert digest == EXPERIMENT.digest(cell, arms)
+    other_prose = dataclasses.replace(EXPERIMENT, prompts=(*PROMPTS[:2], Prompt("third", "prose", "w5")))
+    assert other_prose.digest(cell, arms) == digest
+    changed = [
+        EXPERIMENT.digest(cell, ["plain-first"]),
+        EXPERIMENT.digest(Cell("code", "sampling", 1), arms),
+        dataclasses.replace(EXPERIMENT, seeds=(1,)).digest(cell, arms),
+        dataclasses.replace(EXPERIMENT, prompts=(Prompt("first", "code", "w5"), *PROMPTS[1:])).digest(cell, arms),
+    ]
+    assert len({digest, *changed}) == 5
+
+
+def test_sampling_mode_draws_from_the_whole_distribution():
+    assert MODES["sampling"] == {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+# ----------------------------------------------------------------------------------------------------- the numbers
+
+
+def record(arm, prompt, seconds, tokens=10, kind="code", **more):
+    family = arm.partition("-")[0]
+    return {
+        "kind": kind,
+        "mode": "greedy",
+        "batch": 1,
+        "prompt": prompt,
+        "arm": arm,
+        "family": family,
+        "seconds": seconds,
+        "tokens": [tokens],
+        "peak_bytes": 100,
+        "differs_at": [None],
+    } | more
+
+
+def report(histogram, rates, reached, **seconds):
+    steps = sum(histogram)
+    accepted = sum(n * rows for n, rows in enumerate(histogram))
+    parts = {f"{name}_seconds": seconds.get(name, 0.0) for name in ("draft", "verify", "prefill", "other")}
+    counts = {"steps": steps, "accepted": accepted, "reached": reached, "cut": 0, "target_passes": steps}
+    more = {"accepted_histogram": histogram, "acceptance_by_position": rates, "draft_passes": 2 * steps, "reason": None}
+    return {**counts, **more, **parts}
+
+
+def test_speed_is_pooled_not_a_mean_of_ratios():
+    assert speed([record("ours-2", "a", 1.0, 10), record("ours-2", "b", 3.0, 10)]) == 5.0
+
+
+def test_speedup_pools_both_plain_runs_and_covers_the_truth():
+    records = []
+    for index in range(10):
+        seconds = 1.0 + 0.1 * index
+        records += [record("plain-first", f"p{index}", seconds), record("plain-last", f"p{index}", seconds)]
+        records.append(record("ours-2", f"p{index}", seconds / (1.5 + 0.02 * (index % 3))))
+    ratio = speedup(records, "ours-2")
+    assert ratio.num_prompts == 10
+    assert 1.5 <= ratio.low <= ratio.value <= ratio.high <= 1.54
+    assert ratio == speedup(records, "ours-2")
+    assert str(ratio) == f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})"
+    assert speedup(records, "plain").value == 1.0
+
+
+def test_interval_is_wider_when_prompts_differ():
+    def records(spread):
+        rows = []
+        for index in range(8):
+            rows += [record("plain-first", f"p{index}", 1.0)]
+            rows += [record("ours-2", f"p{index}", 0.5 + spread * (index % 2))]
+        return rows
+
+    narrow, wide = (speedup(records(spread), "ours-2") for spread in (0.01, 0.3))
+    assert wide.high - wide.low > 5 * (narrow.high - narrow.low)
+
+
+def test_bootstrap_draws_within_kinds():
+    # Two kinds without any spread inside: drawing prompts across kinds would give an interval, within them none.
+    rows = []
+    for kind, seconds in (("code", 0.5), ("prose", 1.0)):
+        for index in range(4):
+            rows += [record("plain-first", f"p{index}", 1.0, kind=kind)]
+            rows += [record("ours-2", f"p{index}", seconds, kind=kind)]
+    ratio = speedup(rows, "ours-2")
+    assert ratio.num_prompts == 8
+    assert ratio.low == pytest.approx(ratio.value) == pytest.approx(ratio.high)
+
+
+def test_two_prompts_give_no_interval():
+    rows = [record(arm, prompt, 1.0) for arm in ("plain-first", "ours-2") for prompt in "ab"]
+    assert (speedup(rows, "ours-2").low, str(speedup(rows, "ours-2"))) == (None, "1.00×")
+
+
+def test_arm_that_shares_no_prompt_with_plain_is_an_error():
+    with pytest.raises(ValueError, match="decoded both plainly and by 'ours-2'"):
+        speedup([record("ours-2", "a", 1.0), record("plain-first", "b", 1.0)], "ours-2")
+
+
+def test_acceptance_is_pooled_over_counts():
+    # 1st call: walks accepted 0, 1, 2 of 2, once each; 2nd: 0 of 2, three times, so position 2 was never reached.
+    first = report([1, 1, 1], [2 / 3, 1 / 2], 5, draft=1.0, verify=3.0, prefill=0.5, other=0.5)
+    second = report([3, 0, 0], [0.0, 0.0], 3, draft=1.0, verify=3.0)
+    rows = [record("ours-2", "a", 1.0, report=first), record("ours-2", "b", 1.0, report=second)]
+    found = drafting(rows, "ours-2")
+    assert found.by_position == [2 / 6, 1 / 2]
+    assert found.mean_acceptance_length == (3 + 6) / 6
+    assert found.acceptance_rate == 3 / 8
+    assert found.cost_coefficient == pytest.approx((2 / 12) / (6 / 6))
+    assert found.shares == pytest.approx({"draft": 2 / 9, "verify": 6 / 9, "prefill": 0.5 / 9, "other": 0.5 / 9})
+    assert drafting(rows, "plain") is None
+
+
+def test_position_that_was_never_reached_has_no_rate():
+    assert drafting([record("ours-2", "a", 1.0, report=report([3], [0.0, 0.0], 3))], "ours-2").by_position == [
+        0.0,
+        None,
+    ]
+
+
+def test_best_arm_drift_identity_and_memory():
+    rows = [record("plain-first", "a", 1.0), record("plain-last", "a", 2.0), record("ours-1", "a", 0.9)]
+    rows += [record("ours-2", "a", 0.5, peak_bytes=300, differs_at=[4])]
+    assert best_arm(rows, "ours") == "ours-2"
+    assert best_arm(rows, "assisted") is None
+    assert drift(rows) == 0.5
+    assert identical(rows, "ours-2") == (0, 1)
+    assert identical(rows, "ours-1") == (1, 1)
+    assert peak_bytes(rows, "ours-2") == 300
+
+
+# ------------------------------------------------------------------------------------------------- ledger and machine
+
+
+def test_ledger_has_one_record_per_line_and_reads_back(tiny, ledger, tmp_path):
+    run(tiny, ledger, chooses=lambda cell: cell.key == "code/greedy/1")
+    text = ledger.path.read_text()
+    assert len([line for line in text.splitlines() if '"seconds"' in line]) == len(ledger.records()) == 2 * 5
+    (read,) = read_results(tmp_path)["cpu"].values()
+    assert read.data == ledger.data == json.loads(text)
+    assert list(read_results(tmp_path)["cpu"]) == ["draft_model/tiny"]
+
+
+def test_device_is_named_by_kind_not_by_host(monkeypatch):
+    monkeypatch.setattr(
+        "hf_specdec.benchmark.environment._cpu_flags", lambda: {"sse2", "avx2", "avx512f", "avx512_bf16"}
+    )
+    name = device_name(torch.device("cpu"))
+    assert name.startswith("cpu-")
+    assert name.endswith("core-avx512bf16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (80GB)")
+    assert device_name(torch.device("cuda", 0)) == "cuda-nvidia-h200-80gb"
+
+
+def test_environment_names_versions_and_no_host():
+    facts = describe(torch.device("cpu"))
+    assert {"hf_specdec", "torch", "transformers"} <= facts["packages"].keys()
+    assert os.uname().nodename not in json.dumps(facts)
+    assert str(Path.home()) not in json.dumps(facts)
+
+
+def test_peak_memory_sees_what_was_allocated_and_freed():
+    memory = PeakMemory(torch.device("cpu"))
+    before = memory.bytes()
+    torch.ones(2**28, dtype=torch.uint8)  # freed at once
+    assert memory.bytes() > before + 2**27
+
+
+def test_a_folder_is_known_by_the_digest_of_its_weights(tmp_path, llama):
+    llama[0].save_pretrained(tmp_path)
+    revision = model_facts(llama[0], str(tmp_path))["revision"]
+    assert revision.startswith("sha256:")
+    llama[1].save_pretrained(tmp_path)
+    assert model_facts(llama[1], str(tmp_path))["revision"] != revision
+
+
+def words():
+    vocab = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2} | {f"w{index}": index for index in range(3, VOCAB)}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="[PAD]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", eos_token="[EOS]")
+
+
+def test_encoder_pads_on_the_left_and_uses_the_chat_template():
+    tokenizer = words()
+    inputs = encoder(tokenizer, torch.device("cpu"))(["w5", "w6 w7"])
+    assert inputs["input_ids"].tolist() == [[0, 5], [6, 7]]
+    assert inputs["attention_mask"].tolist() == [[0, 1], [1, 1]]
+    tokenizer.chat_template = "{% for message in messages %}w3 {{ message['content'] }} w4{% endfor %}"
+    assert encoder(tokenizer, torch.device("cpu"))(["w5"])["input_ids"].tolist() == [[3, 5, 4]]
+
+
+# ----------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture
+def saved(tmp_path):
+    for name, model in zip(("target", "draft"), pair("Llama"), strict=True):
+        model.save_pretrained(tmp_path / name)
+        words().save_pretrained(tmp_path / name)
+    roles = {name: str(tmp_path / name) for name in ("target", "draft")}
+    return written(tmp_path, **roles, dtype="float32", draft_lengths=[2], assisted_draft_lengths=[3], max_new_tokens=8)
+
+
+def test_command_measures_one_cell_and_names_the_file(saved, tmp_path):
+    options = ["benchmark", str(saved), "--out", str(tmp_path / "results"), "--only", "code/greedy/*"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    (device,) = read_results(tmp_path / "results")
+    ledger = read_results(tmp_path / "results")[device]["draft_model/tiny"]
+    assert list(ledger.data["cells"]) == ["code/greedy/1"]
+    assert identical(ledger.records(), "ours-2") == (2, 2)
+    assert ledger.data["cells"]["code/greedy/1"]["models"]["target"]["revision"].startswith("sha256:")
+    assert "ours-2" in done.output
+    assert str(ledger.path) in done.output.replace("\n", "")
+
+
+def test_a_part_of_the_question_does_not_touch_the_ledger(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["benchmark", str(saved), "--arms", "ours-*", "--only", "code/greedy/1"])
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "benchmarks").exists()
+    (by_name,) = read_results(tmp_path / "build" / "benchmarks").values()
+    assert {r["arm"] for r in by_name["draft_model/tiny"].records()} == {"plain-first", "ours-2", "plain-last"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nowhere.toml"], "nowhere.toml"),
+        (["{saved}", "--only", "poems/*"], "No cell matches poems/*. Available: code/"),
+    ],
+)
+def test_command_says_what_is_wrong(saved, options, message):
+    done = CliRunner().invoke(app, ["benchmark", *(option.format(saved=saved) for option in options)])
+    assert done.exit_code == 1
+    assert message in done.output.replace("\n", " ")
+
+
+def test_report_without_results_says_so(tmp_path):
+    done = CliRunner().invoke(app, ["report", "--results", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "holds no results yet" in done.output.replace("\n", " ")

@@ -128,8 +128,8 @@ def pairs(results: Path = RESULTS) -> str:
             alpha, cost = drafts.acceptance_rate, drafts.cost_coefficient
             lines.append(
                 f"- {Path(name).name} ({device}, greedy): {alpha:.0%} of the draft tokens that are reached are kept "
-                f"and a draft pass costs {cost:.2f} of a target pass, which bounds the gain at {_bound(alpha, cost):.2f}×; "
-                f"measured {speedup(greedy, arm)}."
+                f"and a draft pass costs {cost:.2f} of a target pass, which bounds the gain at "
+                f"{_bound(alpha, cost):.2f}×; measured {speedup(greedy, arm)}."
             )
     return "\n".join(lines) if lines else NOT_YET
 

@@ -51,6 +51,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.cache, self.max_slots = model, cache, max_slots
         self._keywords = forward_keywords(model)
+        self._device = model.device  # walks through the parameters; asked once per call
         self._extra = {cache_keyword(model): cache, "use_cache": True, "return_dict": True, **(extra or {})}
         self._mask = padding_mask
         cache.is_padded = padding_mask is not None and bool((padding_mask == 0).any())
@@ -67,7 +68,7 @@ class ModelRunner:
         if lengths is not None:
             self.cache.row_lengths.set(lengths)
         self.cache.make_room(width)
-        inputs: dict[str, Any] = {**self._extra, "input_ids": ids.to(self.model.device)}
+        inputs: dict[str, Any] = {**self._extra, "input_ids": ids.to(self._device)}
         if self._offsets is not None:
             inputs["position_ids"] = self._position_ids(self._offsets, width, inputs["input_ids"].device)
         if self._mask is not None:

@@ -1,1 +1,1 @@
-"""The way in and out: handles, the flag, saving, fallbacks, reports, memory. A package, so that names may recur elsewhere."""
+"""The way in and out: handles, flag, saving, fallbacks, reports, memory. A package, so that file names may recur."""

@@ -1,7 +1,7 @@
-"""Tiny targets with drafts that agree with them on some tokens and not on others, so that both branches of the rule run.
+"""Tiny targets with drafts that agree with them on some tokens only, so that both branches of the rule run.
 
-A draft is the target with noise on its weights. Weights are drawn wide, so that distributions are peaked and greedy text does
-not fall into a loop at once.
+A draft is the target with noise on its weights. Weights are drawn wide, so that distributions are peaked and greedy
+text does not fall into a loop at once.
 """
 
 import copy
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_specdec
 
-__all__ = ["VOCAB", "NOISE", "assert_as_plain", "llama", "noisy_copy", "pair", "prompts", "speculates"]
+__all__ = ["NOISE", "VOCAB", "assert_as_plain", "llama", "noisy_copy", "pair", "prompts", "speculates"]
 
 VOCAB = 40
 NOISE = 0.12

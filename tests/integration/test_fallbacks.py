@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import distributed
 from transformers import (
     AttentionInterface,
@@ -21,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 import hf_specdec
 from hf_specdec.host import families
+from hf_specdec.host.binding import unwrap
 from hf_specdec.host.reasons import mode_reason, why_plain
 from hf_specdec.host.runner import cache_keyword
 from tests.integration.pairs import VOCAB, assert_as_plain, llama, noisy_copy, pair, prompts, speculates
@@ -28,7 +30,7 @@ from tests.integration.pairs import VOCAB, assert_as_plain, llama, noisy_copy, p
 NEW = 10
 
 
-def falls_back(caplog, target, draft, reason, batch=2, inputs=None, **options):
+def falls_back(caplog, target, draft, reason, batch=2, inputs=None, flag=None, **options):
     """Two flagged calls give plain's text (under plain's seed), name `reason` in the report, and warn once."""
     options = {**(prompts(batch) if inputs is None else inputs), "max_new_tokens": NEW, **options}
 
@@ -39,7 +41,7 @@ def falls_back(caplog, target, draft, reason, batch=2, inputs=None, **options):
 
     plain = run()
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="hf_specdec"), hf_specdec.enable(target, draft):
+    with caplog.at_level(logging.WARNING, logger="hf_specdec"), hf_specdec.enable(target, draft, **(flag or {})):
         for _ in range(2):
             assert run() == plain
             report = hf_specdec.report(target)
@@ -48,7 +50,7 @@ def falls_back(caplog, target, draft, reason, batch=2, inputs=None, **options):
             assert report.decision == f"Plain decoding: {reason}"
             assert str(report).startswith(f"Plain decoding ran: {reason}")
     warnings = [record.getMessage() for record in caplog.records if record.name == "hf_specdec"]
-    assert warnings == [f"{type(target).__name__} decodes plainly, without speculation: {reason}."]
+    assert warnings == [f"{type(unwrap(target)).__name__} decodes plainly, without speculation: {reason}."]
     return report
 
 
@@ -175,6 +177,14 @@ def test_processor_that_declares_itself_position_wise_speculates():
         assert_as_plain(target, plain, **options)
 
 
+def test_processor_with_state_speculates_in_one_row():
+    target, draft = pair()
+    options = {**prompts(1), "max_new_tokens": NEW}
+    plain = target.generate(**options, logits_processor=[EveryOther()])
+    with hf_specdec.enable(target, draft):
+        assert_as_plain(target, plain, **options, logits_processor=[EveryOther()])
+
+
 # --- caches and attention -------------------------------------------------------------------------------------------
 
 
@@ -201,7 +211,7 @@ def test_caches_that_this_machine_cannot_run_have_their_reasons():
     quantized = QuantizedCache.__new__(QuantizedCache)
     for cache, reason in ((offloaded, "offloaded cache"), (quantized, "QuantizedCache has one length for all rows")):
         inputs = {"use_cache": True, cache_keyword(target): cache}
-        assert why_plain(target, target.generation_config, LogitsProcessorList(), False, inputs) == reason
+        assert why_plain(target, target.generation_config, LogitsProcessorList(), False, inputs, 1) == reason
 
 
 class OwnCache(DynamicCache):
@@ -334,8 +344,8 @@ DRAFTS = {
     "convolution": (lfm2, "the draft's cache layer LinearAttentionLayer cannot be rolled back per row"),
     "local slots": (
         gpt_neo,
-        "draft: GPTNeoForCausalLM cannot have rows of different lengths: its local layers cut their window by slot inside "
-        "the attention module",
+        "draft: GPTNeoForCausalLM cannot have rows of different lengths: its local layers cut their window by slot "
+        "inside the attention module",
     ),
 }
 
@@ -424,6 +434,58 @@ def test_family_that_passes_its_check_speculates_and_is_checked_once():
             report = assert_as_plain(target, plain, **inputs, max_new_tokens=NEW)
             passes.append(Odd.passes - report.target_passes)
     assert passes[0] - passes[1] in range(1, 5)  # at most four passes, the first time
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+peft_asks = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def adapted(**adapters):
+    """The tiny Llama with one LoRA adapter per keyword, of that rank."""
+    names = list(adapters)
+    lora = [LoraConfig(target_modules=["q_proj"], r=rank, init_lora_weights=False) for rank in adapters.values()]
+    model = get_peft_model(llama(), lora[0], adapter_name=names[0])
+    for name, config in zip(names[1:], lora[1:], strict=True):
+        model.add_adapter(name, config)
+    return model.eval()
+
+
+@peft_asks
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning:UserWarning")
+def test_prompt_learning_adapter(caplog):
+    torch.manual_seed(0)
+    target = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    falls_back(caplog, target, llama(), "prompt-learning adapter (its virtual tokens are not in the text)")
+
+
+@peft_asks
+def test_adapters_by_row(caplog):
+    target = adapted(first=2, second=4)
+    names = ["first", "second"]
+    falls_back(caplog, target, llama(), "adapter_names (rows of different adapters)", adapter_names=AsItIs(names))
+
+
+@peft_asks
+def test_base_without_adapters(caplog):
+    reason = "no draft: method 'base' drafts with the adapters off, and the target has none"
+    falls_back(caplog, llama(), None, reason, flag={"method": "base"})
+
+
+@peft_asks
+def test_base_with_merged_adapters(caplog):
+    target = adapted(only=2)
+    target.merge_adapter()
+    falls_back(
+        caplog, target, None, "no draft: method 'base' cannot switch merged adapters off", flag={"method": "base"}
+    )
+
+
+@peft_asks
+def test_base_with_adapters_off(caplog):
+    target = adapted(only=2)
+    target.base_model.disable_adapter_layers()
+    falls_back(caplog, target, None, "no draft: the target's adapters are off already", flag={"method": "base"})
 
 
 # --- what is no reason ----------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_naming_a_model_drops_the_inherited_draft(enabled, tmp_path):
 
 
 def test_dicts_are_merged_key_by_key(enabled):
-    target, _, plain = enabled
+    target, _, _ = enabled
     seen = []
 
     class Watched(DRAFTERS["draft_model"]):

@@ -1,5 +1,7 @@
 """Does a call hold no more memory than its text needs?"""
 
+import itertools
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -68,11 +70,9 @@ def test_buffers_grow_by_blocks_and_then_by_half(buffers, id_widths):
         assert speculates(target).target_passes < 30
     for widths in (sorted(set(buffers)), sorted(set(id_widths))):
         assert widths[0] <= 6 + BLOCK
-        steps = [later - earlier for earlier, later in zip(widths, widths[1:], strict=False)]
+        steps = [later - earlier for earlier, later in itertools.pairwise(widths)]
         assert all(step >= BLOCK for step in steps)
-        assert all(
-            later <= max(1.5 * earlier, earlier + BLOCK) for earlier, later in zip(widths, widths[1:], strict=False)
-        )
+        assert all(later <= max(1.5 * earlier, earlier + BLOCK) for earlier, later in itertools.pairwise(widths))
         assert length <= widths[-1] <= 1.5 * (length + 64)
 
 

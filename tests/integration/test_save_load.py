@@ -1,4 +1,4 @@
-"""Does the flag travel with the checkpoint, harmlessly where the plugin is absent and safely where data names a draft?"""
+"""Does the flag travel with the checkpoint, harmlessly without the plugin and safely where data names a draft?"""
 
 import json
 import logging
@@ -203,7 +203,10 @@ def test_enabling_makes_no_config_unsavable(tmp_path):
     # A published config that strict validation refuses: temperature without do_sample. Unmodified, it is savable.
     path.write_text(json.dumps({"temperature": 0.6, "pad_token_id": 0}))
     target = load(tmp_path)
-    target.save_pretrained(tmp_path / "plain")
+    try:
+        target.save_pretrained(tmp_path / "plain")
+    except ValueError:  # transformers up to 5.17 never saves such a config, with or without the flag
+        pytest.skip("this transformers refuses the config itself")
     with hf_specdec.enable(target, draft):
         target.save_pretrained(tmp_path / "enabled")
         with hf_specdec.enable(target, draft, num_speculative_tokens=7):

@@ -2,9 +2,10 @@
 
 Oracle: the target's own logits without a cache, then transformers' own processors on every prefix. Two statistics:
 
-* *first*: all texts of the first three new tokens are enumerated; Pearson's chi-square of their counts, rare texts pooled.
-* *later*: given its own prefix, each later token is one draw from a known p. The surprises (one-hot - p), summed per last
-  token before it, are martingale sums with known covariance: chi-square of their quadratic forms.
+* *first*: all texts of the first three new tokens are enumerated; Pearson's chi-square of their counts, rare texts
+  pooled.
+* *later*: given its own prefix, each later token is one draw from a known p. The surprises (one-hot - p), summed per
+  last token before it, are martingale sums with known covariance: chi-square of their quadratic forms.
 
 Both are small, p-values near 0, only if some token did not come from p; their rows are independent draws, so nothing is
 compared with another sample.

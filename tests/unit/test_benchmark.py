@@ -30,8 +30,9 @@ PROMPTS = (
     Prompt("fourth", "prose", "w10 w11"),
 )
 EXPERIMENT = Experiment(
-    "draft_model/tiny", "target", "draft", PROMPTS, draft_lengths=(2,), assisted_draft_lengths=(3,), max_new_tokens=12
+    "draft_model/tiny", "target", "draft", PROMPTS, draft_lengths=(2,), assisted_draft_lengths=(3,), max_new_tokens=8
 )
+SHORT = dataclasses.replace(EXPERIMENT, assisted_draft_lengths=(), modes=("greedy",), max_new_tokens=4, warm_up=0)
 
 
 def encode(texts):
@@ -51,7 +52,15 @@ def ledger(tmp_path):
     return Ledger.of(tmp_path, "cpu", EXPERIMENT.name)
 
 
-def run(tiny, ledger, experiment=EXPERIMENT, **options):
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The ledger of a whole run."""
+    ledger = Ledger.of(tmp_path_factory.mktemp("results"), "cpu", EXPERIMENT.name)
+    run(Models(*pair("Llama"), encode, {"target": {}, "draft": {}}), ledger, EXPERIMENT)
+    return ledger
+
+
+def run(tiny, ledger, experiment=SHORT, **options):
     told = []
     run_experiment(experiment, arms_of(experiment), tiny, ledger, tell=told.append, **options)
     return told
@@ -60,22 +69,23 @@ def run(tiny, ledger, experiment=EXPERIMENT, **options):
 # ------------------------------------------------------------------------------------------------------- the run
 
 
-def test_every_arm_decodes_every_prompt_and_records_what_it_took(tiny, ledger):
-    run(tiny, ledger)
-    assert set(ledger.data["cells"]) == {"code/greedy/1", "prose/greedy/1", "code/sampling/1", "prose/sampling/1"}
-    for record in ledger.records():
-        assert record["tokens"] == [12]
+def test_every_arm_decodes_every_prompt_and_records_what_it_took(measured):
+    assert set(measured.data["cells"]) == {"code/greedy/1", "prose/greedy/1", "code/sampling/1", "prose/sampling/1"}
+    for record in measured.records():
+        assert record["tokens"] == [8]
         assert record["seconds"] > 0
         assert record["peak_bytes"] > 2**20
         assert ("report" in record) == (record["family"] == "ours")
-    ours = [record["report"] for record in ledger.records() if record["arm"] == "ours-2"]
+    ours = [record["report"] for record in measured.records() if record["arm"] == "ours-2"]
+    assert len(ours) == 8
     assert all(report["reason"] is None and report["draft_passes"] > 0 for report in ours)
-    assert all(report["emitted"] == 12 and sum(report["accepted_histogram"]) == report["steps"] for report in ours)
+    assert all(report["emitted"] == 8 and sum(report["accepted_histogram"]) == report["steps"] for report in ours)
 
 
 def test_plain_goes_first_and_last_and_the_order_of_the_others_varies(tiny, ledger):
     many = tuple(Prompt(f"p{i}", "code", f"w{3 + i} w9") for i in range(6))
-    run(tiny, ledger, dataclasses.replace(EXPERIMENT, prompts=many, modes=("greedy",), max_new_tokens=2))
+    experiment = dataclasses.replace(SHORT, prompts=many, draft_lengths=(1, 2), max_new_tokens=1)
+    run(tiny, ledger, experiment)
     orders: dict[str, list[str]] = {}
     for record in ledger.records():
         orders.setdefault(record["prompt"], []).append(record["arm"])
@@ -83,17 +93,17 @@ def test_plain_goes_first_and_last_and_the_order_of_the_others_varies(tiny, ledg
     assert len({tuple(order) for order in orders.values()}) > 1
 
 
-def test_greedy_texts_are_compared_with_plain(tiny, ledger):
-    run(tiny, ledger, chooses=lambda cell: cell.mode == "greedy")
-    assert identical(ledger.records(), "ours-2") == (4, 4)  # float32: equal to plain, token by token
-    assert identical(ledger.records(), "plain-last") == (4, 4)
+def test_greedy_texts_are_compared_with_plain(measured):
+    greedy = [record for record in measured.records() if record["mode"] == "greedy"]
+    assert identical(greedy, "ours-2") == (4, 4)  # float32: equal to plain, token by token
+    assert identical(greedy, "plain-last") == (4, 4)
 
 
 def test_models_are_left_as_found(tiny, ledger):
     tiny.target.generation_config.temperature = 0.3
     configs = [model.generation_config for model in (tiny.target, tiny.draft)]
     texts = [config.to_json_string() for config in configs]
-    run(tiny, ledger)
+    run(tiny, ledger, dataclasses.replace(SHORT, assisted_draft_lengths=(3,), prompts=PROMPTS[:1]))
     assert [model.generation_config for model in (tiny.target, tiny.draft)] == configs
     assert [config.to_json_string() for config in configs] == texts
     tiny.target.generation_config.temperature = None
@@ -119,7 +129,7 @@ def test_a_measured_cell_is_skipped_and_a_changed_question_is_not(tiny, ledger):
     before = ledger.path.read_text()
     assert all("already" in line for line in run(tiny, Ledger(ledger.path)))
     assert ledger.path.read_text() == before
-    longer = dataclasses.replace(EXPERIMENT, max_new_tokens=13)
+    longer = dataclasses.replace(SHORT, max_new_tokens=5)
     assert not any("already" in line for line in run(tiny, Ledger(ledger.path), longer))
     assert any("warming up" in line for line in run(tiny, Ledger(ledger.path), longer, is_rerun=True))
 
@@ -130,23 +140,24 @@ def test_an_interrupted_run_keeps_the_cells_that_are_done(tiny, ledger):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(EXPERIMENT, arms_of(EXPERIMENT), tiny, ledger, tell=stop)
+        run_experiment(SHORT, arms_of(SHORT), tiny, ledger, tell=stop)
     assert set(Ledger(ledger.path).data["cells"]) == {"code/greedy/1"}
 
 
 def test_batches_take_whole_groups_and_leave_out_arms_of_one_row(tiny, ledger):
-    run(tiny, ledger, dataclasses.replace(EXPERIMENT, batches=(2,), modes=("greedy",)))
+    run(tiny, ledger, dataclasses.replace(SHORT, batches=(2,)))
     records = ledger.records()
     assert {record["prompt"] for record in records} == {"first+second", "third+fourth"}
     assert {record["family"] for record in records} == {"plain", "ours"}
-    assert all(record["tokens"] == [12, 12] for record in records)
+    assert all(record["tokens"] == [4, 4] for record in records)
 
 
 def test_tokens_after_the_end_of_text_are_not_counted(tiny, ledger):
     plain = tiny.target.generate(**encode(["w3 w4 w5 w6"]), max_new_tokens=12, do_sample=False)[0, 4:].tolist()
     tiny.target.generation_config.eos_token_id = plain[4]
     try:
-        run(tiny, ledger, chooses=lambda cell: cell.key == "code/greedy/1")
+        experiment = dataclasses.replace(SHORT, max_new_tokens=12)
+        run(tiny, ledger, experiment, chooses=lambda cell: cell.key == "code/greedy/1")
     finally:
         tiny.target.generation_config.eos_token_id = None
     counts = {tuple(r["tokens"]) for r in ledger.records() if r["prompt"] == "first"}
@@ -372,13 +383,13 @@ def test_best_arm_drift_identity_and_memory():
 # ------------------------------------------------------------------------------------------------- ledger and machine
 
 
-def test_ledger_has_one_record_per_line_and_reads_back(tiny, ledger, tmp_path):
-    run(tiny, ledger, chooses=lambda cell: cell.key == "code/greedy/1")
-    text = ledger.path.read_text()
-    assert len([line for line in text.splitlines() if '"seconds"' in line]) == len(ledger.records()) == 2 * 5
-    (read,) = read_results(tmp_path)["cpu"].values()
-    assert read.data == ledger.data == json.loads(text)
-    assert list(read_results(tmp_path)["cpu"]) == ["draft_model/tiny"]
+def test_ledger_has_one_record_per_line_and_reads_back(measured):
+    text = measured.path.read_text()
+    assert len([line for line in text.splitlines() if '"seconds"' in line]) == len(measured.records()) == 4 * 2 * 5
+    results = measured.path.parents[2]
+    (read,) = read_results(results)["cpu"].values()
+    assert read.data == measured.data == json.loads(text)
+    assert list(read_results(results)["cpu"]) == ["draft_model/tiny"]
 
 
 def test_device_is_named_by_kind_not_by_host(monkeypatch):
@@ -480,4 +491,4 @@ def test_command_says_what_is_wrong(saved, options, message):
 def test_report_without_results_says_so(tmp_path):
     done = CliRunner().invoke(app, ["report", "--results", str(tmp_path)])
     assert done.exit_code == 1
-    assert "holds no results yet" in done.output.replace("\n", " ")
+    assert "holds no results yet" in " ".join(done.output.split())

@@ -29,6 +29,7 @@ FOLDERS = {
     "benchmarks/results": "the answers, one JSON file per device and question",
     "docs/design": "one page per decision",
     "docs/figures": "drawn from the results by `specdec report`",
+    "tests/benchmarks": "what the loop itself costs",
     "tests/gpu": "needs a CUDA device",
     "tests/integration": "register and undo, save and load, pipelines, streamers",
     "tests/losslessness": "exact law, sampled law, and the wrong rules that must be rejected",

@@ -77,7 +77,7 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
         ids = draft.token_ids[:, :count]
         return torch.cat([input_ids, ids.to(input_ids.device)], dim=1), self._log_probs(draft, ids)
 
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int | Tensor) -> None:
         """Nothing to learn: the draft length is an order."""
 
     def _propose(self, input_ids: Tensor) -> Draft | None:

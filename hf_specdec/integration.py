@@ -59,10 +59,9 @@ def register(config_drafts: bool = True) -> Handle:
             safetensors only, no remote code, relative paths inside the checkpoint's folder.
 
     Returns:
-        A handle; after the last one is removed, transformers is as it was found. Safe from several threads.
+        A handle; after the last one is removed, transformers is as it was found. Safe from several threads. With
+        ``HF_SPECDEC=0`` in the environment the flag is still understood, and every call decodes plainly.
     """
-    if is_disabled():
-        return Handle(lambda: None)
     with _LOCK:
         if not _REGISTRATIONS:
             problem = unexpected_hooks()
@@ -109,6 +108,8 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
         raise TypeError(f"enable() expects a transformers model that can generate, got {type(target).__name__}.")
     flag = normalise(config) if config else {}
     assert isinstance(flag, dict)
+    if is_disabled():
+        return register()  # nothing is loaded or written; scripts that use the flag run as they are
     if draft is None and flag.get("model") is not None:
         draft = flag["model"]
     if isinstance(draft, str) or hasattr(draft, "__fspath__"):
@@ -133,7 +134,7 @@ def _bound(target: Any, bound: binding.Binding) -> Handle:
     with _LOCK:
         if target not in _SAVED:
             _SAVED[target] = _SavedConfig(target)
-        binding.bindings_of(target).append(bound)
+        binding.bind(target, bound)
         _SAVED[target].write(target, bound.flag)
     # Weak both ways: a handle that is still held keeps neither the target nor the draft alive.
     of_target, of_binding = weakref.ref(target), weakref.ref(bound)
@@ -149,9 +150,8 @@ def _bound(target: Any, bound: binding.Binding) -> Handle:
 
 
 def _unbind(target: Any, bound: binding.Binding) -> None:
-    bindings = binding.bindings_of(target)
-    bindings.remove(bound)
-    if bindings:
+    binding.unbind(target, bound)
+    if bindings := binding.bindings_of(target):
         _SAVED[target].write(target, bindings[-1].flag)
     else:
         _SAVED.pop(target).restore()

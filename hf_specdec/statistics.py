@@ -38,6 +38,7 @@ class SpeculationCounters:
         self._prefill_seconds = 0.0
         self._total_seconds = 0.0
         self._notes: dict[str, None] = {}
+        self._inner_reasons: dict[str, None] = {}
 
     def record_prefill(self, num_rows: int, seconds: float) -> None:
         """The prefill gave each of `num_rows` rows its first token, in `seconds`."""
@@ -119,9 +120,10 @@ class SpeculationCounters:
         self._prefill_seconds += other._prefill_seconds
         self._total_seconds += other._total_seconds
         self._notes |= other._notes
+        self._inner_reasons |= other._inner_reasons
         self.decision = self.decision or other.decision
-        if other.reason is not None and other.reason != self.reason:
-            self.note(f"Plain decoding ran in a part of the call: {other.reason}")
+        if other.reason is not None:
+            self._inner_reasons[other.reason] = None
 
     def finish(self, total_seconds: float) -> None:
         """The whole call took `total_seconds`, calls merged so far included; `other_seconds` is what no part took."""
@@ -129,6 +131,12 @@ class SpeculationCounters:
 
     def report(self) -> SpeculationReport:
         """The counts so far, with the rates derived from them."""
+        reason, notes = self.reason, list(self._notes)
+        for inner in self._inner_reasons:
+            if reason is None and not self._prefill_emitted:  # the calls inside are all there was, and none speculated
+                reason = inner
+            elif inner != reason:
+                notes.append(f"Plain decoding ran in a part of the call: {inner}")
         steps = sum(self._histogram)
         accepted = sum(n * rows for n, rows in enumerate(self._histogram))
         reached = sum(self._reached_at)
@@ -154,18 +162,18 @@ class SpeculationCounters:
             verify_seconds=self._verify_seconds,
             prefill_seconds=self._prefill_seconds,
             other_seconds=max(0.0, self._total_seconds - parts_seconds),
-            reason=self.reason,
-            decision=self.decision or self._default_decision(mean_acceptance_length),
-            notes=list(self._notes),
+            reason=reason,
+            decision=self.decision or self._default_decision(reason, mean_acceptance_length),
+            notes=notes,
         )
 
     def _acceptance_by_position(self) -> list[float]:
         accepted_at = [sum(self._histogram[position + 1 :]) for position in range(len(self._reached_at))]
         return [_ratio(kept, seen) for kept, seen in zip(accepted_at, self._reached_at, strict=True)]
 
-    def _default_decision(self, mean_acceptance_length: float) -> str:
-        if self.reason is not None:
-            return f"Plain decoding: {self.reason}"
+    def _default_decision(self, reason: str | None, mean_acceptance_length: float) -> str:
+        if reason is not None:
+            return f"Plain decoding: {reason}"
         if not self._draft_lengths:
             return "The prefill gave every token that was asked for: nothing was drafted."
         shortest, longest = min(self._draft_lengths), max(self._draft_lengths)

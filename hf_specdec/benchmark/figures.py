@@ -15,6 +15,8 @@ from hf_specdec.benchmark.summary import best_arm, drafting, speedup
 
 __all__ = ["digest_in", "draw", "results_digest"]
 
+MODE_LABELS = {"sampling": "T = 1"}
+COLOURS = ("#1f6fb4", "#d1702b", "#3d8f4e", "#8a5aa8")
 #: shown as, family, colour
 SERIES = (("transformers' assisted, best setting", "assisted", "#9a9a9a"), ("hf_specdec, best K", "ours", "#1f6fb4"))
 
@@ -51,7 +53,8 @@ def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> Path:
         "axes.spines.right": False,
     }
     with matplotlib.rc_context(options):
-        figure, axes = pyplot.subplots(len(ledgers), 2, figsize=(9, 2.9 * len(ledgers)), squeeze=False)
+        rows, size = len(ledgers), (9.5, 2.9 * len(ledgers))
+        figure, axes = pyplot.subplots(rows, 2, figsize=size, squeeze=False, width_ratios=(3, 2))
         for row, (name, ledger) in zip(axes, ledgers.items(), strict=True):
             records = [record for record in ledger.records() if record["batch"] == 1] or ledger.records()
             _speedups(row[0], name, records)
@@ -87,7 +90,7 @@ def _speedups(axis: Any, name: str, records: list[dict[str, Any]]) -> None:
             if place == 0:
                 bar.set_label(label)
     axis.axhline(1.0, color="#333333", linewidth=0.8)
-    axis.set_xticks(range(len(cells)), [f"{kind}\n{mode}" for mode, kind in cells])
+    axis.set_xticks(range(len(cells)), [f"{kind}\n{MODE_LABELS.get(mode, mode)}" for mode, kind in cells])
     axis.set_ylabel("speed ÷ plain")
     axis.set_title(name, loc="left")
     axis.set_ylim(0, axis.get_ylim()[1] * 1.25)
@@ -98,19 +101,23 @@ def _positions(axis: Any, records: list[dict[str, Any]]) -> None:
     """Accepted ÷ reached at each position of our longest draft, a line per kind and mode."""
     longest = max((_length(record["arm"]) for record in records if record["family"] == "ours"), default=0)
     arm = f"ours-{longest}"
+    kinds = list(dict.fromkeys(record["kind"] for record in records))
     for mode, kind in dict.fromkeys((record["mode"], record["kind"]) for record in records):
         group = [record for record in records if (record["mode"], record["kind"]) == (mode, kind)]
         drafts = drafting(group, arm)
         if drafts is None:
             continue
         points = [(place, rate) for place, rate in enumerate(drafts.by_position, 1) if rate is not None]
+        places, rates = [place for place, _ in points], [rate for _, rate in points]
         style = {"greedy": "-", "sampling": "--"}.get(mode, ":")
-        axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=f"{kind}, {mode}")
+        colour = COLOURS[kinds.index(kind) % len(COLOURS)]
+        label = f"{kind}, {MODE_LABELS.get(mode, mode)}"
+        axis.plot(places, rates, style, color=colour, marker="o", markersize=3, label=label)
     axis.set_ylim(0, 1.05)
     axis.set_xticks(range(1, longest + 1))
     axis.set_xlabel(f"position in the draft (K = {longest})")
     axis.set_ylabel("accepted ÷ reached")
-    axis.legend(frameon=False, fontsize=7, ncols=2)
+    axis.legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
 
 
 def _length(arm: str) -> int:

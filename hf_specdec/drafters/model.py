@@ -63,7 +63,8 @@ class ModelDrafter(Drafter):
             any_broken = any_broken | is_broken
             token = token.clamp(max=self.model.vocabulary.shared_size - 1)
             ids[:, position] = token
-            sequence.write(position, token)
+            if self.request.process is not None:
+                sequence.write(position, token)
             feed = token[:, None]
         return Draft(ids, probs, draft_lengths_after_eos(ids, lengths, self.request.eos_ids), any_broken)
 

@@ -5,9 +5,20 @@ A binding never holds its own target (``enable(T, T)`` is legal), and models are
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Binding", "bindings_of", "draft_memories", "last_report", "loaded_drafts", "record_report", "unwrap"]
+__all__ = [
+    "Binding",
+    "bind",
+    "bindings_of",
+    "draft_memories",
+    "last_report",
+    "loaded_drafts",
+    "record_report",
+    "unbind",
+    "unwrap",
+]
 
 
 class Binding:
@@ -31,8 +42,19 @@ class Binding:
         return self._target() if self._is_own_draft else self._draft
 
 
+class _Bindings(list):
+    """A target's bindings, kept in its `__dict__`: models that draft for one another are then garbage like any cycle.
+    A copy of the target, or one read from a pickle, starts without any."""
+
+    def __deepcopy__(self, memo: dict) -> "_Bindings":
+        return _Bindings()
+
+    def __reduce__(self) -> tuple:
+        return _Bindings, ()
+
+
 _LOCK = threading.RLock()
-_BINDINGS: "weakref.WeakKeyDictionary[Any, list[Binding]]" = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "_hf_specdec_bindings"
 _REPORTS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 _LOADED: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _THREAD = threading.local()
@@ -40,10 +62,22 @@ _THREAD = threading.local()
 draft_memories: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
-def bindings_of(target: Any) -> list[Binding]:
-    """The live bindings of `target`, oldest first; the list itself, to be changed under the caller's lock."""
-    with _LOCK:
-        return _BINDINGS.setdefault(target, [])
+def bindings_of(target: Any) -> Sequence[Binding]:
+    """The live bindings of `target`, oldest first."""
+    return vars(target).get(_ATTRIBUTE, ())
+
+
+def bind(target: Any, bound: Binding) -> None:
+    """Add a binding; the newest wins."""
+    vars(target).setdefault(_ATTRIBUTE, _Bindings()).append(bound)
+
+
+def unbind(target: Any, bound: Binding) -> None:
+    """Remove a binding; the last one leaves nothing in the target."""
+    bindings = vars(target)[_ATTRIBUTE]
+    bindings.remove(bound)
+    if not bindings:
+        del vars(target)[_ATTRIBUTE]
 
 
 def loaded_drafts(target: Any) -> dict[Any, Any]:

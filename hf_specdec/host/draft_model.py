@@ -85,6 +85,8 @@ class DraftModel:
         self._runner: ModelRunner | None = None
         self._blocked = torch.zeros((), dtype=torch.bool)  # per row from the prefill on
         self._padding = self._row_padding()
+        config = self.model.config.get_text_config(decoder=True)
+        self._max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
         self._sequence: Sequence | None = None
 
     def _row_padding(self) -> list[int]:
@@ -93,11 +95,10 @@ class DraftModel:
 
     def room(self, sequence: Sequence) -> int:
         """Tokens that fit behind the longest row in the draft's context."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if not limit:
-            return 1 << 30
         padding = self._padding or [0] * sequence.batch
-        return limit - max(sequence.host_lengths[row] + self.shift - padding[row] for row in sequence.live_rows)
+        return self._max_positions - max(
+            sequence.host_lengths[row] + self.shift - padding[row] for row in sequence.live_rows
+        )
 
     def is_blocked(self, feed: Tensor) -> Tensor:
         """bool [batch]: rows that hold an id which the draft cannot embed; `feed` are their newest ids."""
@@ -161,8 +162,7 @@ class DraftModel:
         if cache is None:
             done = min(length, self.request.prefill_chunk_size or length)
             cache = self._first_chunk(context[:, :done], mask, positions)
-        max_slots = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-        max_slots += max(self._padding, default=0)
+        max_slots = self._max_positions + max(self._padding, default=0)
         self._runner = ModelRunner(self.model, cache, mask, positions[:, -1:], length, max_slots)
         while done < length:
             stop = min(length, done + (self.request.prefill_chunk_size or length))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from hf_specdec.host.cache import RaggedCache
 
@@ -22,8 +23,12 @@ def forward_keywords(model: torch.nn.Module) -> frozenset[str]:
 
 
 def cache_keyword(model: torch.nn.Module) -> str:
-    """The keyword under which `model.forward` takes its cache: "cache" since 5.20, "past_key_values" before."""
-    return "cache" if "cache" in forward_keywords(model) else "past_key_values"
+    """The keyword under which `model.forward` takes its cache: "cache", or "past_key_values" in older transformers."""
+    names = forward_keywords(model)
+    if not names & {"cache", "past_key_values"}:  # hidden behind **kwargs: as this transformers names it
+        mixin: Any = GenerationMixin
+        names = frozenset(inspect.signature(mixin.prepare_inputs_for_generation).parameters)
+    return "cache" if "cache" in names else "past_key_values"
 
 
 class ModelRunner:

@@ -326,3 +326,23 @@ def test_enable_refuses_what_is_no_model_before_it_changes_anything(as_found):
         hf_specdec.enable(target, draft, num_speculative_tokens=0)
     assert configs(target) == before
     assert as_found()
+
+
+def test_models_that_draft_for_one_another_are_freed(as_found):
+    one, two = pair()
+    hf_specdec.enable(one, two)
+    hf_specdec.enable(two, one)
+    watched = [weakref.ref(one), weakref.ref(two)]
+    del one, two
+    gc.collect()
+    assert [reference() for reference in watched] == [None, None]
+    assert as_found()
+
+
+def test_flag_is_understood_while_the_environment_switches_it_off(monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC", "0")
+    target, draft = pair()
+    plain = target.generate(**prompts(), max_new_tokens=8)
+    with hf_specdec.register():
+        out = target.generate(**prompts(), max_new_tokens=8, speculative_config={"num_speculative_tokens": 2})
+    assert out.tolist() == plain.tolist()

@@ -22,7 +22,7 @@ from tests.losslessness.tiny_pairs import DRAFTS, VOCAB, Case, p_value, plainly,
 
 FALSE_FAIL_RATE = 1e-6
 SEED = 20240
-NUM_ROWS = 3000
+NUM_ROWS = 3600
 RULES = {"standard": StandardVerifier, "block": BlockVerifier}
 MUTANT = "mutant of the tests"
 

@@ -24,6 +24,7 @@ def _settings(examples):
         max_examples=examples,
         deadline=None,
         derandomize=True,
+        database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
 

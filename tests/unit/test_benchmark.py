@@ -125,11 +125,12 @@ def test_checkpoint_settings_do_not_change_what_a_mode_means(tiny, ledger):
 
 
 def test_a_measured_cell_is_skipped_and_a_changed_question_is_not(tiny, ledger):
-    run(tiny, ledger)
+    one = dataclasses.replace(SHORT, prompts=PROMPTS[:1], draft_lengths=())
+    run(tiny, ledger, one)
     before = ledger.path.read_text()
-    assert all("already" in line for line in run(tiny, Ledger(ledger.path)))
+    assert all("already" in line for line in run(tiny, Ledger(ledger.path), one))
     assert ledger.path.read_text() == before
-    longer = dataclasses.replace(SHORT, max_new_tokens=5)
+    longer = dataclasses.replace(one, max_new_tokens=5)
     assert not any("already" in line for line in run(tiny, Ledger(ledger.path), longer))
     assert any("warming up" in line for line in run(tiny, Ledger(ledger.path), longer, is_rerun=True))
 
@@ -412,9 +413,8 @@ def test_environment_names_versions_and_no_host():
 
 def test_peak_memory_sees_what_was_allocated_and_freed():
     memory = PeakMemory(torch.device("cpu"))
-    before = memory.bytes()
     torch.ones(2**28, dtype=torch.uint8)  # freed at once
-    assert memory.bytes() > before + 2**27
+    assert memory.bytes() > 2**28
 
 
 def test_a_folder_is_known_by_the_digest_of_its_weights(tmp_path, llama):

@@ -121,14 +121,21 @@ def test_seconds_of_a_merged_call_are_not_counted_twice():
     assert outer.report().other_seconds == 1.5
 
 
-def test_the_reason_of_a_merged_call_becomes_a_note():
+def test_the_reason_of_a_merged_call_becomes_a_note_where_another_part_speculated():
     inner, outer = SpeculationCounters("draft_model"), SpeculationCounters("draft_model")
     inner.reason = "no draft"
-    inner.decision = "Plain decoding: no draft"
+    outer.record_prefill(1, 0.0)
     outer.merge(inner)
     report = outer.report()
     assert report.reason is None
     assert report.notes == ["Plain decoding ran in a part of the call: no draft"]
+
+
+def test_the_reason_of_a_merged_call_is_the_reason_where_nothing_else_ran():
+    inner, outer = SpeculationCounters("draft_model"), SpeculationCounters("draft_model")
+    inner.reason = "no draft"
+    outer.merge(inner)
+    assert (outer.report().reason, outer.report().notes) == ("no draft", [])
 
 
 def test_changing_draft_lengths_and_a_reason_stand_in_the_decision():

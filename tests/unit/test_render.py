@@ -1,0 +1,256 @@
+"""Do the documents say what the code and the ledger say, and does the check notice when they do not?"""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import render, tables
+from hf_specdec.benchmark.figures import digest_in, draw, results_digest
+from hf_specdec.benchmark.ledger import Ledger, read_results
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(arm, prompt, seconds, report=None, **more):
+    facts = {"prompt": prompt, "seed": 0, "arm": arm, "family": arm.partition("-")[0], "position": 0}
+    facts |= {"seconds": seconds, "peak_bytes": 2**30, "tokens": [12], "differs_at": [None], **more}
+    return facts | ({"report": report} if report else {})
+
+
+REPORT = {
+    "steps": 6,
+    "accepted": 5,
+    "reached": 9,
+    "cut": 0,
+    "target_passes": 6,
+    "draft_passes": 12,
+    "accepted_histogram": [3, 1, 2],
+    "acceptance_by_position": [3 / 6, 2 / 3],
+    "draft_seconds": 0.6,
+    "verify_seconds": 1.2,
+    "prefill_seconds": 0.1,
+    "other_seconds": 0.1,
+    "reason": None,
+}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A ledger of two kinds, greedy and sampling, three prompts each: assisted at 1.25, ours at 2 times plain."""
+    ledger = Ledger.of(tmp_path / "results", "cpu-2core-avx2", "draft_model/tiny")
+    environment = {
+        "device": "cpu-2core-avx2",
+        "threads": 2,
+        "packages": {"torch": "2.13.0"},
+        "commit": "0123456789abcdef",
+    }
+    environment |= {"has_uncommitted_changes": False, "date": "2030-01-02T03:04:05+00:00"}
+    asked = {"target": "big", "draft": "small", "dtype": "bfloat16", "max_new_tokens": 12, "seeds": [0]}
+    for mode in ("greedy", "sampling"):
+        for kind in ("code", "prose"):
+            records = []
+            for prompt in "abc":
+                records += [record("plain-first", prompt, 2.0), record("plain-last", prompt, 2.0)]
+                records += [record("assisted-3", prompt, 1.6), record("ours-2", prompt, 1.0, REPORT)]
+            cell = {"kind": kind, "mode": mode, "batch": 1}
+            ledger.put(asked, f"{kind}/{mode}/1", {"cell": cell, "environment": environment, "records": records})
+    return tmp_path / "results"
+
+
+# ----------------------------------------------------------------------------------------------- what is rendered now
+
+
+def test_documents_of_the_repository_have_every_marker_once():
+    for document, marker, _ in render.SECTIONS:
+        text = (ROOT / document).read_text(encoding="utf-8")
+        assert render.replaced(text, marker, "new").count(f"<!-- {marker} -->\nnew\n<!-- /{marker} -->") == 1
+
+
+def test_configuration_names_every_key_with_default_and_meaning():
+    lines = render.configuration().splitlines()
+    assert lines[0] == "| key | default | meaning |"
+    assert any(line.startswith("| `num_speculative_tokens` | `4` | tokens drafted in every step") for line in lines)
+    assert any(line.startswith('| `method` | `"draft_model"` |') for line in lines)
+    assert len(lines) == 2 + 8
+
+
+def test_models_tested_are_the_zoo():
+    from tests.zoo import FAMILIES
+
+    text = render.models_tested()
+    assert len(text.splitlines()) == 2 + len(FAMILIES)
+    assert "| Llama | `llama` |" in text
+
+
+def test_processors_are_those_of_the_tables():
+    text = render.processors()
+    assert "| `TemperatureLogitsWarper` | one call for the whole block |" in text
+
+
+def test_file_tree_has_one_line_per_module():
+    text = render.file_tree()
+    for path in (ROOT / "hf_specdec").rglob("*.py"):
+        assert re.search(rf"^ +{re.escape(path.name)} +\S", text, re.MULTILINE), path
+    assert "decoding.py" in text
+    assert "The decoding loop: draft, verify, commit, roll back" in text
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("*/*.py")}
+    assert folders <= render.FOLDERS.keys(), "say in render.FOLDERS what a new folder of tests is for"
+
+
+@pytest.mark.parametrize(
+    ("docstring", "summary"),
+    [
+        ("One thing. Another thing.", "One thing"),
+        ("Runs `generate()`, wrapped\nover lines.\n\nMore.", "Runs generate(), wrapped over lines"),
+        ("Sizes of arXiv 2.3 things.", "Sizes of arXiv 2.3 things"),
+    ],
+)
+def test_summary_is_the_first_sentence(tmp_path, docstring, summary):
+    path = tmp_path / "module.py"
+    path.write_text(f'"""{docstring}"""\n')
+    assert render.summary_of(path) == summary
+
+
+# ------------------------------------------------------------------------------------------------------- the results
+
+
+def test_overview_shows_kinds_apart_and_together_with_intervals(results):
+    text = tables.overview(results)
+    assert "**cpu-2core-avx2**" in text
+    for kind in ("code (3)", "prose (3)", "all (6)"):
+        cells = "6.0 | 1.25× (1.25–1.25) [K=3] | **2.00× (2.00–2.00)** [K=2] | 12.0 |"
+        row = f"| tiny | bfloat16, 1 | greedy | {kind} | {cells}"
+        assert row in text
+    assert text.count("| tiny |") == 6
+
+
+def test_all_arms_shows_what_a_reader_needs_to_judge(results):
+    text = tables.all_arms(results)
+    assert "big drafted by small, bfloat16, 12 new tokens, seeds 0; 2 threads; torch 2.13.0; commit 0123456789" in text
+    row = next(line for line in text.splitlines() if line.startswith("| ours-2 |"))
+    for words in ("2.00×", "1.83", "0.50 0.67", "0.25", "30.0% / 60.0% / 5.0% / 5.0%", "1.00 GiB", "3 of 3"):
+        assert words in row
+    assert "ran at 1.00× its speed before them" in text
+
+
+def test_pairs_state_the_bound_that_their_measured_acceptance_and_cost_give(results):
+    alpha, cost = 5 / 9, 0.25
+    bound = max((1 - alpha ** (k + 1)) / ((1 - alpha) * (1 + cost * k)) for k in range(20))
+    assert f"bounds the gain at {bound:.2f}×; measured 2.00× (2.00–2.00)." in tables.pairs(results)
+
+
+def test_fallback_of_an_arm_is_shown(results):
+    (ledger,) = read_results(results)["cpu-2core-avx2"].values()
+    for cell in ledger.data["cells"].values():
+        for each in cell["records"]:
+            if "report" in each:
+                each["report"] = {**REPORT, "reason": "no draft"}
+    ledger.path.write_text(json.dumps(ledger.data))
+    assert "ours-2 (plainly: no draft)" in tables.all_arms(results)
+
+
+def test_without_results_no_number_is_shown(tmp_path):
+    for section in (tables.overview, tables.pairs, tables.all_arms):
+        assert section(tmp_path) == tables.NOT_YET
+    assert tables.plot(tmp_path, tmp_path / "docs" / "figures") == ""
+    assert tables.stale_figures(tmp_path, tmp_path) == []
+
+
+def test_figure_is_the_same_for_the_same_results_and_stale_for_others(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = tmp_path / "docs" / "figures"
+    assert tables.stale_figures(results, figures) == ["the figure of cpu-2core-avx2 is stale: run specdec report"]
+    by_name = read_results(results)["cpu-2core-avx2"]
+    path = draw("cpu-2core-avx2", by_name, figures)
+    first = path.read_bytes()
+    assert draw("cpu-2core-avx2", by_name, figures).read_bytes() == first
+    assert digest_in(path) == results_digest(by_name)
+    assert tables.stale_figures(results, figures) == []
+    assert "](docs/figures/cpu-2core-avx2.svg)" in tables.plot(results, figures)
+    (ledger,) = by_name.values()
+    ledger.path.write_text(ledger.path.read_text() + "\n")
+    assert tables.stale_figures(results, figures) != []
+
+
+# ----------------------------------------------------------------------------------------------------------- markers
+
+
+def test_only_what_is_between_the_markers_changes():
+    text = "before\n<!-- a:b -->\nold\n<!-- /a:b -->\nafter\n"
+    assert render.replaced(text, "a:b", "new\n") == "before\n<!-- a:b -->\nnew\n<!-- /a:b -->\nafter\n"
+    assert render.replaced(render.replaced(text, "a:b", "new"), "a:b", "old") == text
+
+
+@pytest.mark.parametrize("text", ["", "<!-- a -->", "<!-- /a --><!-- a -->", "<!-- a --><!-- a --><!-- /a -->"])
+def test_missing_or_doubled_marker_is_an_error(text):
+    with pytest.raises(ValueError, match="exactly once"):
+        render.replaced(text, "a", "new")
+
+
+def test_check_names_the_document_that_has_drifted(tmp_path, monkeypatch, capsys):
+    document = tmp_path / "README.md"
+    document.write_text("<!-- a -->\nold\n<!-- /a -->\n")
+    sections = (("README.md", "a", lambda: "new"),)
+    monkeypatch.setattr(render, "ROOT", tmp_path)
+    render_sections = render.rendered
+    monkeypatch.setattr(render, "rendered", lambda: render_sections(sections, tmp_path))
+    monkeypatch.setattr(tables, "stale_figures", list)
+    monkeypatch.setattr(sys, "argv", ["render.py", "--check"])
+    assert render.main() == 1
+    assert "README.md has drifted" in capsys.readouterr().err
+    assert "old" in document.read_text()
+    monkeypatch.setattr(sys, "argv", ["render.py"])
+    assert render.main() == 0
+    monkeypatch.setattr(sys, "argv", ["render.py", "--check"])
+    assert render.main() == 0
+    assert document.read_text() == "<!-- a -->\nnew\n<!-- /a -->\n"
+
+
+# --------------------------------------------------------------------------------------------------- reasons, links
+
+#: functions of hf_specdec/host that give reasons for plain decoding, beside those called `why_…`
+GIVE_REASONS = ("mode_reason", "_try", "find_draft", "_load_named")
+
+
+def texts(node):
+    """The string constants that an expression may give; what an f-string fills in is "…"."""
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.Name):
+        return ["no draft"] if node.id == "NO_DRAFT" else []
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value for part in node.values]
+        return ["".join(part if isinstance(part, str) else (texts(part) or ["…"])[0] for part in parts)]
+    branches = {ast.IfExp: ("body", "orelse"), ast.BoolOp: ("values",), ast.Tuple: ("elts",)}.get(type(node), ())
+    inner = [getattr(node, name) for name in branches]
+    return [text for part in inner for each in (part if isinstance(part, list) else [part]) for text in texts(each)]
+
+
+def reasons_in_the_code():
+    found = set()
+    for path in (ROOT / "hf_specdec" / "host").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_one = isinstance(function, ast.FunctionDef) and (
+                function.name.lstrip("_").startswith("why_") or function.name in GIVE_REASONS
+            )
+            for node in ast.walk(function) if is_one else ():
+                if isinstance(node, ast.Return) and node.value is not None:
+                    found |= set(texts(node.value))
+    return found
+
+
+def test_every_reason_for_plain_decoding_is_documented_and_no_other():
+    text = (ROOT / "docs" / "fallbacks.md").read_text(encoding="utf-8")
+    documented = set(re.findall(r"^\| `(.+?)` \| ", text, re.MULTILINE))
+    assert documented == reasons_in_the_code()
+
+
+@pytest.mark.parametrize("document", ["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_links_inside_the_repository_lead_somewhere(document):
+    path = ROOT / document
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8")):
+        assert (path.parent / link).exists(), link

@@ -35,7 +35,12 @@ class SpeculativeConfig:
         model: the draft: a Hub id or a folder. None: the model bound by `enable`, or `assistant_model`.
         revision: branch, tag or commit of `model` on the Hub.
         num_speculative_tokens: tokens drafted in every step (K, at least 1), shorter only at limits; or "auto".
+        draft_lengths: K of the call's first steps, one per step, 0 drafts nothing; then `num_speculative_tokens`
+            holds. A report's `draft_lengths`, given with its call and seed, replays that call bit for bit.
+        deterministic: K never follows measured times, so that one seed gives one text. An integer K never does.
         rejection_sample_method: name of a registered verifier; "block" accepts at least as many as "standard".
+        on_inexact: for a target whose scores depend on what else is in a forward (`llm_int8_threshold` above 0):
+            "speculate" and say so, or "plain".
         quantization: of the draft: a method's name or a quantization config as a dict.
         dtype: of the draft: "auto" or the name of a torch dtype.
         device: of the draft: a torch device as a string, or the index of an accelerator.
@@ -48,7 +53,10 @@ class SpeculativeConfig:
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int | Literal["auto"] = 4
+    draft_lengths: list[int] | None = None
+    deterministic: bool = False
     rejection_sample_method: str = "block"
+    on_inexact: Literal["speculate", "plain"] = "speculate"
     quantization: str | dict[str, Any] | None = None
     dtype: str | None = None
     device: str | int | None = None

@@ -208,6 +208,31 @@ def _num_speculative_tokens(key: str, value: Any) -> int | str:
     )
 
 
+def _draft_lengths(key: str, value: Any) -> list[int]:
+    expected = f"{key} must be a list of integers of at least 0, one per step"
+    hint = "For the same number in every step, pass num_speculative_tokens."
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{expected}, got {shown(value)}. {hint}")
+    for length in value:
+        if not isinstance(length, Integral) or isinstance(length, bool):
+            raise TypeError(f"{expected}, got {shown(length)} in it.")
+        if length < 0:
+            raise ValueError(f"{expected}, got {length} in it.")
+    return [int(length) for length in value]
+
+
+def _switch(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{key} must be True or False, got {shown(value)}.")
+
+
+def _on_inexact(key: str, value: Any) -> str:
+    name = _text(key, value)
+    lookup(key, dict.fromkeys(("speculate", "plain"), object), name)
+    return name
+
+
 def _quantization(key: str, value: Any) -> str | dict[str, Any]:
     if isinstance(value, str) and value:
         return value
@@ -254,7 +279,10 @@ USED_KEYS: dict[str, Callable[[str, Any], Any]] = {
     "model": _model,
     "revision": _text,
     "num_speculative_tokens": _num_speculative_tokens,
+    "draft_lengths": _draft_lengths,
+    "deterministic": _switch,
     "rejection_sample_method": _rejection_method,
+    "on_inexact": _on_inexact,
     "quantization": _quantization,
     "dtype": _dtype,
     "device": _device,

@@ -14,7 +14,8 @@ The host reads one packed integer tensor per step. All randomness enters as unif
 slot.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from hf_specdec.verification import Verdict, Verifier, verify_greedy
 
 __all__ = ["Coins", "SpeculativeCall", "first_tokens", "speculative_sampling"]
 
-COIN_STEPS = 64
+COIN_STEPS, COIN_SLOTS = 16, 32  # drawn at once: steps, and slots of a row for drafting and as many for verification
 
 
 class TargetNaN(RuntimeError):
@@ -45,25 +46,29 @@ class TargetNaN(RuntimeError):
 class Coins:
     """Uniforms in [0, 1), keyed by step, row and slot: K for drafting, K + 1 for the verification of a step.
 
+    A step's coins depend on the steps before it by their number only, not by what they drafted: a call can be replayed.
+
     Args:
         batch: rows.
-        draft_length: most tokens drafted in a step.
         device: where draws happen; the default generator of that device is used, as plain sampling does.
     """
 
-    def __init__(self, batch: int, draft_length: int, device: torch.device) -> None:
-        self._shape = (COIN_STEPS, batch, 2 * draft_length + 1)
-        self._draft_length, self._device = draft_length, device
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._shape, self._device = (COIN_STEPS, batch, 2 * COIN_SLOTS + 2), device
         self._block, self._step = torch.empty(0), COIN_STEPS
 
     def next(self, draft_length: int) -> tuple[Tensor, Tensor]:
         """float64 ([batch, draft_length], [batch, draft_length + 1]) for a step that drafts `draft_length` tokens."""
         if self._step == COIN_STEPS:
             self._block, self._step = torch.rand(self._shape, dtype=torch.float64, device=self._device), 0
-        coins, most = self._block[self._step], self._draft_length
+        draft, verify, last, spare = self._block[self._step].split([COIN_SLOTS, COIN_SLOTS, 1, 1], dim=1)
         self._step += 1
-        verify = torch.cat([coins[:, most : most + draft_length], coins[:, -1:]], dim=1)
-        return coins[:, :draft_length], verify
+        if draft_length > COIN_SLOTS:  # long drafts are rare: the rest comes from a generator of the step's own
+            generator = torch.Generator(self._device).manual_seed(int(spare[0] * 2**53))
+            shape = (2, len(spare), draft_length - COIN_SLOTS)
+            more = torch.rand(shape, generator=generator, dtype=torch.float64, device=self._device)
+            draft, verify = torch.cat([draft, more[0]], dim=1), torch.cat([verify, more[1]], dim=1)
+        return draft[:, :draft_length], torch.cat([verify[:, :draft_length], last], dim=1)
 
 
 @dataclass
@@ -80,6 +85,7 @@ class SpeculativeCall:
         is_sampling: draw (True) or take the most probable token.
         draft_length: K, the tokens drafted per step.
         coins: the randomness.
+        schedule: K of the first steps, where it was given for each of them.
     """
 
     target: TargetModel
@@ -94,13 +100,19 @@ class SpeculativeCall:
     is_sampling: bool
     draft_length: int
     coins: Coins
+    schedule: Iterator[int] = field(default_factory=lambda: iter(()))
 
     def next_draft_length(self) -> int:
-        """K, shorter at limits: a row's last token is not drafted, a draft's context may end, rows may have left."""
+        """K of the step that begins, shorter at limits: a row's last token is not drafted, a draft's context may end,
+        rows may have left. To be asked once per step."""
         if self.drafter is None:
             return 0
+        asked = next(self.schedule, self.draft_length)
         remaining = max(self.sequence.remaining(row) for row in self.sequence.live_rows)
-        return max(0, min(self.draft_length, remaining - 1, self.drafter.max_draft_length(self.sequence)))
+        room = self.drafter.max_draft_length(self.sequence)
+        if room < min(asked, remaining - 1):
+            self.counters.note("Drafting ended where the draft's context did.")
+        return max(0, min(asked, remaining - 1, room))
 
 
 def speculative_sampling(call: SpeculativeCall) -> None:
@@ -113,8 +125,9 @@ def speculative_sampling(call: SpeculativeCall) -> None:
         sequence.reserve(width + 1)
         draft_coins, verify_coins = call.coins.next(width)
         draft = propose(call, width, draft_coins)
-        if draft.token_ids.shape[1] != width:  # the draft failed in this step
-            width, verify_coins = 0, verify_coins[:, -1:]
+        if draft.token_ids.shape[1] < width:  # a drafter may propose less, or have failed
+            width = draft.token_ids.shape[1]
+            verify_coins = torch.cat([verify_coins[:, :width], verify_coins[:, -1:]], dim=1)
         timer.mark("drafted")
         real = draft_lengths_on_host(call, draft)
         logits, hidden_states = call.target.score(sequence, draft.token_ids)
@@ -167,9 +180,10 @@ def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
         return nothing
     if call.processors is not None:  # they look for each position's own prefix in the scratch
         sequence.write(0, draft.token_ids)
-    room = (sequence.limits() - sequence.lengths - 1).clamp(min=0)
+    room = (sequence.limits() - sequence.lengths - 1).clamp(0, width)
     lengths = torch.where(sequence.is_finished, 0, torch.minimum(draft.lengths, room))
-    return Draft(draft.token_ids, draft.probs, lengths, draft.is_broken)
+    probs = None if draft.probs is None else draft.probs[:, :width]
+    return Draft(draft.token_ids[:, :width], probs, lengths, draft.is_broken)
 
 
 def drop_draft(call: SpeculativeCall, why: str) -> None:

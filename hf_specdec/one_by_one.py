@@ -2,8 +2,8 @@
 
 Nothing is known of such a processor but what plain decoding does with it. So the target's block is scored in one
 forward, as always, but each position's processed scores are taken only once the token before it is committed: a
-rejected continuation is never shown to the processor, and nothing past the end of the text is. The draft goes without it (q
-unprocessed stays exact). The rule is the standard one, walked token by token (Chen et al. 2023, arXiv 2302.01318,
+rejected continuation is never shown to the processor, and nothing past the end of the text is. The draft goes without
+it (q unprocessed stays exact). The rule is the standard one, walked token by token (Chen et al. 2023, arXiv 2302.01318,
 Algorithm 2); one row only, since rows apart would be asked at different lengths.
 """
 

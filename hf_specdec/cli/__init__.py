@@ -11,6 +11,7 @@ from hf_specdec.cli.benchmark import benchmark
 from hf_specdec.cli.demo import demo
 from hf_specdec.cli.generate import generate
 from hf_specdec.cli.report import report
+from hf_specdec.cli.serve import PASSES_ARGUMENTS, serve
 
 app = typer.Typer(
     name="specdec",
@@ -23,3 +24,4 @@ app.command()(generate)
 app.command()(demo)
 app.command()(benchmark)
 app.command()(report)
+app.command(context_settings=PASSES_ARGUMENTS)(serve)

@@ -83,10 +83,12 @@ class Drafter(ABC):
     Class attributes:
         needs_model: whether a draft model has to be found.
         has_probs: whether `Draft.probs` is given when sampling (else tokens are point masses).
+        changes_target: whether drafting changes the target for a while; calls on one target then take turns.
     """
 
     needs_model: ClassVar[bool] = False
     has_probs: ClassVar[bool] = False
+    changes_target: ClassVar[bool] = False
 
     def __init__(self, request: DraftRequest) -> None:
         self.request = request

@@ -4,10 +4,15 @@ Only looks at what PEFT left in the model; does not import it, so nothing here n
 """
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["adapters_off", "why_adapters", "why_no_base"]
+__all__ = ["adapters_off", "in_turn", "why_adapters", "why_no_base"]
+
+_TURNS: "weakref.WeakKeyDictionary[Any, threading.RLock]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def _layers(model: Any) -> list[Any]:
@@ -27,6 +32,15 @@ def adapters_off(model: Any) -> Iterator[None]:
     finally:
         for layer, was_off in zip(layers, before, strict=True):
             layer._disable_adapters = was_off
+
+
+@contextlib.contextmanager
+def in_turn(model: Any) -> Iterator[None]:
+    """Wait until no other thread is in here with the same `model`: switches are the model's, not a call's."""
+    with _LOCK:
+        turn = _TURNS.setdefault(model, threading.RLock())
+    with turn:
+        yield
 
 
 def why_adapters(model: Any) -> str | None:

@@ -4,6 +4,7 @@ Prefill is transformers' own. The first token comes from it as in plain decoding
 the keys go back to the cache they came from, whatever happened.
 """
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,15 @@ from torch import Tensor
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.decoding import Coins, SpeculativeCall, first_tokens, speculative_sampling
 from hf_specdec.drafters import Drafter, DraftRequest
+from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories
 from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
 from hf_specdec.host.emission import Emission
 from hf_specdec.host.outputs import OutputRecorder
 from hf_specdec.host.processors import BlockProcessors, why_not_position_wise
+from hf_specdec.host.quantized import inexact_fact, quiet_int8, slow_rows_fact
+from hf_specdec.host.reasons import say_once
 from hf_specdec.host.runner import cache_keyword
 from hf_specdec.host.target import TargetModel
 from hf_specdec.one_by_one import decode_one_by_one
@@ -70,7 +74,23 @@ def run_call(
     inputs: dict,
 ) -> Any:
     """Decode speculatively; returns what `_sample` returns."""
+    drafter = lookup("method", DRAFTERS, request.config.method)
+    turn = in_turn(request.model) if getattr(drafter, "changes_target", False) else contextlib.nullcontext()
+    with turn, quiet_int8(request.model, request.draft):
+        return _run_call(request, input_ids, processors, stopping, generation_config, streamer, inputs)
+
+
+def _run_call(
+    request: Request,
+    input_ids: Tensor,
+    processors: Any,
+    stopping: Any,
+    generation_config: Any,
+    streamer: Any,
+    inputs: dict,
+) -> Any:
     model = request.model
+    _note_quantization(request)
     timer = StepTimer(input_ids.device)
     timer.mark("start")
     outputs = model._prefill(input_ids, generation_config, inputs)
@@ -100,6 +120,16 @@ def run_call(
     return recorder.output(sequences, sequences.shape[1] - input_ids.shape[1], cache)
 
 
+def _note_quantization(request: Request) -> None:
+    inexact = inexact_fact(request.model)
+    if inexact is not None:
+        request.counters.note(inexact)
+        say_once(request.model, inexact)
+    slow = slow_rows_fact(request.model, request.draft)
+    if slow is not None:
+        request.counters.note(slow)
+
+
 def _prepared(
     request: Request,
     input_ids: Tensor,
@@ -124,7 +154,7 @@ def _prepared(
     block = BlockProcessors(processors) if len(processors) and why_not_position_wise(processors) is None else None
     is_sampling = bool(generation_config.do_sample)
     drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
-    draft_length = _fitting_draft_length(request, sequence.batch, is_sampling)
+    draft_length, schedule = _fitting_draft_lengths(request, sequence.batch, is_sampling)
     pad = generation_config._pad_token_tensor
     return SpeculativeCall(
         target=target,
@@ -138,21 +168,24 @@ def _prepared(
         counters=request.counters,
         is_sampling=is_sampling,
         draft_length=draft_length,
-        coins=Coins(sequence.batch, draft_length, input_ids.device),
+        coins=Coins(sequence.batch, input_ids.device),
+        schedule=iter(schedule),
     )
 
 
-def _fitting_draft_length(request: Request, batch: int, is_sampling: bool) -> int:
-    asked = request.config.draft_length
+def _fitting_draft_lengths(request: Request, batch: int, is_sampling: bool) -> tuple[int, list[int]]:
+    """K, and the schedule of the first steps."""
+    length, schedule = request.config.draft_length, request.config.draft_lengths or []
     if not is_sampling:
-        return asked
+        return length, schedule
     per_position = batch * output_vocab_size(request.model) * 4
     fits = max(1, (PROBS_BYTES // per_position - 1) // 2)  # K rows of q, K + 1 rows of p
+    asked = max([length, *schedule])
     if fits < asked:
         request.counters.note(
             f"Drafting {fits} tokens per step instead of {asked}: more probabilities would not fit 256 MB."
         )
-    return min(asked, fits)
+    return min(length, fits), [min(each, fits) for each in schedule]
 
 
 def _drafter(

@@ -119,6 +119,9 @@ class DraftModel:
             columns = torch.tensor(self.valid, device=sequence.device)[:, None] - self.shift
             columns = columns + torch.arange(behind, device=sequence.device)
             ids = sequence.ids.gather(1, columns.clamp(0, sequence.ids.shape[1] - 1))
+            # Steps that drafted nothing did not look at what they committed.
+            is_text = columns < sequence.lengths[:, None]
+            self._blocked = self._blocked | (is_text & ~self.vocabulary.is_embeddable(ids)).any(dim=1)
             self._forward(ids, self.valid)
             self.valid = [length - 2 for length in lengths]
         # Room is made here, at the lengths to which a rejection may take the rows back, and not between drafted tokens.
@@ -156,14 +159,15 @@ class DraftModel:
             raise DraftFailure(f"{type(error).__name__}: {error}") from error
 
     def _read_context(self, context: Tensor) -> None:
-        mask, length = self.request.padding_mask, context.shape[1]
-        positions = _positions(mask, context)
+        mask, positions = self.request.padding_mask, _positions(self.request.padding_mask, context)
+        # A step reads the prompt's last token again: a sliding layer filled up to it would have dropped what that sees.
+        length = max(1, context.shape[1] - 1)
         cache, done = self._resumed(context)
         if cache is None:
             done = min(length, self.request.prefill_chunk_size or length)
             cache = self._first_chunk(context[:, :done], mask, positions)
         max_slots = self._max_positions + max(self._padding, default=0)
-        self._runner = ModelRunner(self.model, cache, mask, positions[:, -1:], length, max_slots)
+        self._runner = ModelRunner(self.model, cache, mask, positions[:, -1:], context.shape[1], max_slots)
         while done < length:
             stop = min(length, done + (self.request.prefill_chunk_size or length))
             self._runner.forward(context[:, done:stop], [done] * context.shape[0], num_logits=1)

@@ -12,16 +12,17 @@ import inspect
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_specdec.config import SpeculativeConfig, normalise, resolve
+from hf_specdec.config import DRAFT_KEYS, SpeculativeConfig, normalise, resolve
 from hf_specdec.host import binding, masks
 from hf_specdec.host.call import Request, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
+from hf_specdec.host.quantized import why_inexact
 from hf_specdec.host.reasons import logger, mode_reason, warn_once, why_draft_unfit, why_plain
 from hf_specdec.statistics import SpeculationCounters
 
@@ -162,9 +163,18 @@ def _places(model: Any, keyword: Any, config: GenerationConfig | None) -> list[t
         of_model = bound[-1].flag  # the user has put another generation config in place since `enable`
     return [
         ("the call's keyword", keyword),
-        ("the call's generation_config", getattr(config, FLAG, None)),
+        ("the call's generation_config", _without_same_draft(getattr(config, FLAG, None), of_model)),
         (MODEL_PLACE, of_model),
     ]
+
+
+def _without_same_draft(flag: Any, below: Any) -> Any:
+    """`flag` as a layer over `below`; a copy of the model's own config (servers pass one) describes no new draft."""
+    if not (isinstance(flag, Mapping) and isinstance(below, Mapping)):
+        return flag
+    if any(flag.get(key) != below.get(key) for key in DRAFT_KEYS):
+        return flag
+    return {key: value for key, value in flag.items() if key not in DRAFT_KEYS}
 
 
 def _without_request(original: Callable, model: Any, kwargs: dict[str, Any]) -> Any:
@@ -251,9 +261,9 @@ def _wrap_sample(original: Callable) -> Callable:
         if request is None or request.model is not self or request.is_taken or generation_config.is_assistant:
             return plain()
         request.is_taken = True
-        why = request.why_plain or why_plain(
-            self, generation_config, logits_processor, synced_gpus, inputs, input_ids.shape[0]
-        )
+        why = request.why_plain or why_plain(self, generation_config, logits_processor, synced_gpus, inputs, input_ids)
+        if why is None and request.config.on_inexact == "plain":
+            why = why_inexact(self)
         if why is None and request.draft is not None:  # last: the target's own reasons say more
             why = why_draft_unfit(request.draft)
         if why is not None:

@@ -13,11 +13,11 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from hf_specdec.host.adapters import why_adapters
 from hf_specdec.host.cache import unsupported_layer
-from hf_specdec.host.families import why_not_ragged
+from hf_specdec.host.families import why_frequencies_move, why_not_ragged
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
 from hf_specdec.host.processors import why_not_in_batch
 
-__all__ = ["NO_DRAFT", "mode_reason", "warn_once", "why_draft_unfit", "why_plain"]
+__all__ = ["NO_DRAFT", "mode_reason", "say_once", "warn_once", "why_draft_unfit", "why_plain"]
 
 logger = logging.getLogger("hf_specdec")
 
@@ -41,11 +41,16 @@ _WARNED: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary(
 
 
 def warn_once(model: Any, reason: str) -> None:
-    """Log `reason` at WARNING, once per model and reason."""
+    """Log at WARNING that `model` decodes plainly because of `reason`, once per model and reason."""
+    say_once(model, f"{type(model).__name__} decodes plainly, without speculation: {reason}.")
+
+
+def say_once(model: Any, fact: str) -> None:
+    """Log `fact` at WARNING, once per model."""
     seen = _WARNED.setdefault(model, set())
-    if reason not in seen:
-        seen.add(reason)
-        logger.warning("%s decodes plainly, without speculation: %s.", type(model).__name__, reason)
+    if fact not in seen:
+        seen.add(fact)
+        logger.warning("%s", fact)
 
 
 def mode_reason(model: Any, options: Any) -> str:
@@ -61,9 +66,10 @@ def mode_reason(model: Any, options: Any) -> str:
 
 
 def why_plain(
-    model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict, batch: int
+    model: Any, generation_config: Any, processors: LogitsProcessorList, synced: bool, inputs: dict, ids: Tensor
 ) -> str | None:
-    """The reason for plain decoding of a call that has come to `_sample` with `inputs` (its model_kwargs), or None."""
+    """The reason for plain decoding of a call that has come to `_sample` with `ids` [batch, seq] and `inputs` (its
+    model_kwargs), or None."""
     if synced:
         return "synced_gpus (ranks must run the same number of forwards)"
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -79,10 +85,19 @@ def why_plain(
         _why_cache(model, cache)
         or _why_inputs(inputs)
         or why_adapters(model)
-        or why_not_in_batch(processors, batch)
+        or why_not_in_batch(processors, ids.shape[0])
         or _why_attention(model, inputs)
         or why_not_ragged(model)
+        or why_frequencies_move(model, _most_slots(generation_config, inputs, ids))
     )
+
+
+def _most_slots(generation_config: Any, inputs: dict, ids: Tensor) -> int | None:
+    """Slots that the text may fill: its maximum length, and what a cache holds before new ids given alone."""
+    mask = inputs.get("attention_mask")
+    held = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", ids.shape[1])
+    longest = generation_config.max_length
+    return None if longest is None else longest + max(0, held - ids.shape[1])
 
 
 def _why_cache(model: Any, cache: Any) -> str | None:

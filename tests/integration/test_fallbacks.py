@@ -211,7 +211,17 @@ def test_caches_that_this_machine_cannot_run_have_their_reasons():
     quantized = QuantizedCache.__new__(QuantizedCache)
     for cache, reason in ((offloaded, "offloaded cache"), (quantized, "QuantizedCache has one length for all rows")):
         inputs = {"use_cache": True, cache_keyword(target): cache}
-        assert why_plain(target, target.generation_config, LogitsProcessorList(), False, inputs, 1) == reason
+        assert (
+            why_plain(
+                target,
+                target.generation_config,
+                LogitsProcessorList(),
+                False,
+                inputs,
+                torch.ones((1, 4), dtype=torch.long),
+            )
+            == reason
+        )
 
 
 class OwnCache(DynamicCache):

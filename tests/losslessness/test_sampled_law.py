@@ -22,11 +22,12 @@ from tests.losslessness.tiny_pairs import DRAFTS, VOCAB, Case, p_value, plainly,
 
 FALSE_FAIL_RATE = 1e-6
 SEED = 20240
-NUM_ROWS = 3600
+NUM_ROWS = 3000
 RULES = {"standard": StandardVerifier, "block": BlockVerifier}
 MUTANT = "mutant of the tests"
 
 TEMPERATURE = {"temperature": 0.7}
+FLAT = {"temperature": 1.5}  # under flat laws, and with short drafts, wrong rules show most
 COMBINED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 PROCESSORS = {
     "temperature": TEMPERATURE,
@@ -104,7 +105,7 @@ def test_plain_sampling_has_the_computed_law():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", sorted(set(MUTANTS) - KEEP_THE_LAW))
 def test_sampled_law_rejects_the_mutant(name, rule, mutant):
-    assert law_p_value(Case(mutant(name, rule), 4, TEMPERATURE)) < REJECT_BELOW
+    assert law_p_value(Case(mutant(name, rule), 2, FLAT)) < REJECT_BELOW
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -133,7 +134,7 @@ def test_number_of_full_acceptances_rejects_a_dropped_bonus(rule, mutant):
     """Texts keep their law without the bonus; only K tokens are never accepted any more."""
     assert full_acceptances(rule, rule) >= REJECT_BELOW
     assert full_acceptances(mutant("drop the bonus", rule), rule) < REJECT_BELOW
-    assert law_p_value(Case(MUTANT, 4, TEMPERATURE)) >= REJECT_BELOW
+    assert law_p_value(Case(MUTANT, 2, FLAT)) >= REJECT_BELOW
 
 
 def full_acceptances(verifier: str, rule: str, draft_length: int = 2) -> float:

@@ -256,7 +256,7 @@ def test_draft_is_not_prefilled_again_on_the_next_turn(name, lengths, ids_given)
     chat = Chat(models, longer, ids_given)
     with forward_widths(models[1]) as widths:
         chat.turn(True)
-        assert widths[0] == max(longer)
+        assert widths[0] == max(longer) - 1  # a step reads the prompt's last token
         for _ in range(2):
             widths.clear()
             chat.turn(True)
@@ -285,7 +285,7 @@ def test_rewritten_history_is_noticed_by_the_draft(llama):
     chat.mask = torch.ones_like(chat.ids)
     with forward_widths(llama[1]) as widths:
         chat.turn(True)
-    assert widths[0] == 12  # no more than what changed
+    assert widths[0] == 11  # no more than what changed; a step reads the last token
     assert chat.report.accepted > 0
 
 
@@ -365,9 +365,9 @@ def test_prefill_in_chunks_holds_for_target_and_draft(name, lengths, chunk):
     longest = prompt["input_ids"].shape[1]
     with forward_widths(models[0]) as target_widths, forward_widths(models[1]) as draft_widths:
         assert_parity(models, 4, **prompt, prefill_chunk_size=chunk, max_new_tokens=20)
-    passes = -(-longest // chunk)
-    for widths in (target_widths, draft_widths):
-        assert widths[:passes] == [min(chunk, longest - done) for done in range(0, longest, chunk)]
+    # The draft's prefill leaves the prompt's last token to the first step.
+    for widths, length in ((target_widths, longest), (draft_widths, longest - 1)):
+        assert widths[: -(-length // chunk)] == [min(chunk, length - done) for done in range(0, length, chunk)]
     assert max(draft_widths) <= max(chunk, 2)
 
 

@@ -199,7 +199,6 @@ def test_text_before_the_point_where_rotary_frequencies_change_equals_plain(kind
     assert why_frequencies_move(models[0], ROPE_LIMIT) is None
 
 
-@pytest.mark.xfail(strict=True, reason="host.reasons.why_plain does not ask families.why_frequencies_move yet")
 @pytest.mark.parametrize("kind", MOVING_ROPE)
 def test_text_past_the_point_where_rotary_frequencies_change_is_plain_and_says_why(kind):
     models, prompt = _moving_rope(kind), prompts((11, 5, 8))

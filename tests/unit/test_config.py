@@ -109,6 +109,15 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
                                    "accelerator, got -1."),
         ("device", True, TypeError, 'device must be a torch device such as "cpu" or "cuda:0", or the index of an '
                                     "accelerator, got True (bool)."),
+        ("draft_lengths", 4, TypeError, "draft_lengths must be a list of integers of at least 0, one per step, got 4 "
+                                        "(int). For the same number in every step, pass num_speculative_tokens."),
+        ("draft_lengths", [3, "2"], TypeError, "draft_lengths must be a list of integers of at least 0, one per step, "
+                                               "got '2' (str) in it."),
+        ("draft_lengths", (3, -1), ValueError, "draft_lengths must be a list of integers of at least 0, one per step, "
+                                               "got -1 in it."),
+        ("deterministic", 1, TypeError, "deterministic must be True or False, got 1 (int)."),
+        ("on_inexact", "plainly", ValueError, "Unknown on_inexact 'plainly'. Did you mean 'plain'? Available: plain, "
+                                              "speculate."),
         ("quantization", 4, TypeError, "quantization must be the name of a quantization method or a dict, got 4 (int). "
                                        "Of a quantization config object, pass its to_dict()."),
         ("quantization", {"dtype": torch.float16}, TypeError, "quantization must hold plain JSON values only: Object "
@@ -178,11 +187,12 @@ def test_unknown_key_names_the_nearest_and_the_list():
         ValueError,
         match=exactly(
             "Unknown speculative_config key 'num_speculative_token'. Did you mean 'num_speculative_tokens'? Available: "
-            "device, dtype, method, model, num_speculative_tokens, quantization, rejection_sample_method, revision."
+            "deterministic, device, draft_lengths, dtype, method, model, num_speculative_tokens, on_inexact, "
+            "quantization, rejection_sample_method, revision."
         ),
     ):
         normalise({"num_speculative_token": 4})
-    with pytest.raises(ValueError, match=r"^Unknown speculative_config key 7\. Available: device, "):
+    with pytest.raises(ValueError, match=r"^Unknown speculative_config key 7\. Available: deterministic, "):
         normalise({7: 4})
 
 
@@ -370,6 +380,9 @@ dicts = st.fixed_dictionaries(
         "model": st.sampled_from(["a", "b"]),
         "dtype": st.sampled_from(["float16", "bfloat16"]),
         "num_speculative_tokens": st.integers(1, 9) | st.just("auto"),
+        "draft_lengths": st.lists(st.integers(0, 9), max_size=3),
+        "deterministic": st.booleans(),
+        "on_inexact": st.sampled_from(["speculate", "plain"]),
         "rejection_sample_method": st.sampled_from(["block", "standard"]),
     },
 )

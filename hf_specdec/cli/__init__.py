@@ -7,6 +7,7 @@ __all__ = ["app"]
 
 import typer
 
+from hf_specdec.cli.audit import audit
 from hf_specdec.cli.benchmark import benchmark
 from hf_specdec.cli.demo import demo
 from hf_specdec.cli.generate import generate
@@ -24,4 +25,5 @@ app.command()(generate)
 app.command()(demo)
 app.command()(benchmark)
 app.command()(report)
+app.command()(audit)
 app.command(context_settings=PASSES_ARGUMENTS)(serve)

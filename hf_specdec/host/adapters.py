@@ -16,8 +16,10 @@ _LOCK = threading.Lock()
 
 
 def _layers(model: Any) -> list[Any]:
-    """The adapter layers of `model` (peft's BaseTunerLayer, recognised by its switch)."""
-    return [m for m in model.modules() if hasattr(m, "_disable_adapters") and hasattr(m, "base_layer")]
+    """What adapters put into `model`: layers around a base layer, and modules saved in place of an original one (peft's
+    BaseTunerLayer and AuxiliaryTrainingWrapper, recognised by their switch)."""
+    replaced = ("base_layer", "original_module")
+    return [m for m in model.modules() if hasattr(m, "_disable_adapters") and any(hasattr(m, n) for n in replaced)]
 
 
 @contextlib.contextmanager

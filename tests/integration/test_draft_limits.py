@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
+from hf_specdec.host.runner import cache_keyword
 from tests.integration.pairs import VOCAB, assert_as_plain, noisy_copy, pair, prompts, speculates
 
 NEW = 40
@@ -142,9 +143,9 @@ def test_keys_returned_after_a_failure_serve_the_next_turn():
         output = target.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True)
         hook.remove()
         ids = output.sequences
-        cache = output.get("cache", output.get("past_key_values"))
-        assert cache.get_seq_length() == ids.shape[1] - 1
-        again = target.generate(ids, past_key_values=cache, max_new_tokens=NEW)
+        keyword = cache_keyword(target)
+        assert output[keyword].get_seq_length() == ids.shape[1] - 1
+        again = target.generate(ids, max_new_tokens=NEW, **{keyword: output[keyword]})
         assert again.tolist() == plain.tolist()
         speculates(target)
 

@@ -1,4 +1,4 @@
-"""Does a text-generation pipeline speculate wherever the flag stands, and do other pipelines fall back with the reason?"""
+"""Does a text-generation pipeline speculate wherever the flag stands, and do others fall back with the reason?"""
 
 import copy
 import logging
@@ -279,13 +279,16 @@ def listener():
     return pipeline("automatic-speech-recognition", model=model, tokenizer=tokenizer(), feature_extractor=extractor)
 
 
-def test_speech_recognition_falls_back_with_the_reason(listener):
+@pytest.mark.parametrize(
+    ("choice", "reason"), [({}, "beam search"), ({"num_beams": 1}, "encoder-decoder target")]
+)  # five beams are this pipeline's default
+def test_speech_recognition_falls_back_with_the_reason(listener, choice, reason):
     sound = torch.randn(16000, generator=torch.Generator().manual_seed(0)).numpy()
-    options = {"generate_kwargs": {"max_new_tokens": 8}}
+    options = {"generate_kwargs": {"max_new_tokens": 8, **choice}}
     plain = listener(sound.copy(), **options)
     with hf_specdec.enable(listener.model, noisy_copy(listener.model)):
         assert listener(sound.copy(), **options) == plain
-        assert hf_specdec.report(listener).reason == "encoder-decoder target"
+        assert hf_specdec.report(listener).reason == reason
 
 
 def test_pipelines_that_do_not_generate_are_left_alone(folders):

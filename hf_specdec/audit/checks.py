@@ -51,7 +51,7 @@ class Divergence:
     @property
     def is_near_tie(self) -> bool:
         """Whether rounding explains the difference: both margin and the two tokens' own gap are within the bound."""
-        return max(self.margin, self.plain_logit - self.speculative_logit) <= self.bound
+        return self.margin <= self.bound and self.plain_logit - self.speculative_logit <= self.bound  # NaN is no tie
 
     def __str__(self) -> str:
         return (

@@ -33,9 +33,7 @@ def g_test(observed: Tensor, expected: Tensor) -> tuple[float, int, float]:
     """
     order = expected.argsort()
     expected, observed = expected[order], observed[order]
-    cells = (expected.cumsum(0) / MIN_EXPECTED).floor().long()
-    cells = cells.clamp(max=max(int(cells[-1]) - 1, 0))
-    _, cells = cells.unique(return_inverse=True)
+    cells = _pooled(expected)
     size = int(cells.max()) + 1
     pooled_expected = expected.new_zeros(size).index_add_(0, cells, expected)
     pooled_observed = observed.new_zeros(size).index_add_(0, cells, observed)
@@ -46,6 +44,18 @@ def g_test(observed: Tensor, expected: Tensor) -> tuple[float, int, float]:
     correction = 1 + ((total / pooled_expected).sum() - 1) / (6 * total * freedom)
     statistic = max(0.0, float(2 * terms.sum() / correction))
     return statistic, freedom, _chi_square_tail(statistic, freedom)
+
+
+def _pooled(expected: Tensor) -> Tensor:
+    """The cell of each of the ascending `expected`, so that every cell expects at least `MIN_EXPECTED`."""
+    cells, cell, mass = [], 0, 0.0
+    for value in expected.tolist():
+        if mass >= MIN_EXPECTED:
+            cell, mass = cell + 1, 0.0
+        cells.append(cell)
+        mass += value
+    is_last_short = mass < MIN_EXPECTED and cell > 0
+    return torch.tensor(cells).clamp(max=cell - is_last_short)
 
 
 def _chi_square_tail(statistic: float, freedom: int) -> float:

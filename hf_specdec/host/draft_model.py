@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hf_specdec.drafters.base import DraftFailure, DraftRequest
 from hf_specdec.host.cache import RaggedCache
-from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords
+from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords, input_device
 from hf_specdec.sequence import Sequence
 from hf_specdec.vocabulary import VocabularyMap
 
@@ -183,15 +183,15 @@ class DraftModel:
 
     def _first_chunk(self, ids: Tensor, mask: Tensor | None, positions: Tensor) -> RaggedCache:
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        keywords = forward_keywords(self.model)
+        keywords, device = forward_keywords(self.model), input_device(self.model, ids)
         inputs: dict[str, Any] = {cache_keyword(self.model): cache, "use_cache": True, "return_dict": True}
         if mask is not None:
-            inputs["attention_mask"] = mask[:, : ids.shape[1]].to(self.model.device)
+            inputs["attention_mask"] = mask[:, : ids.shape[1]].to(device)
         if "position_ids" in keywords:
-            inputs["position_ids"] = positions[:, : ids.shape[1]].to(self.model.device)
+            inputs["position_ids"] = positions[:, : ids.shape[1]].to(device)
         if "logits_to_keep" in keywords:
             inputs["logits_to_keep"] = 1
-        self.model(input_ids=ids.to(self.model.device), **inputs)
+        self.model(input_ids=ids.to(device), **inputs)
         return RaggedCache(cache, [ids.shape[1]] * ids.shape[0])
 
     def keep(self) -> DraftMemory | None:

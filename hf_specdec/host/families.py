@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_specdec.host.cache import RaggedCache
-from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords
+from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords, input_device
 
 __all__ = ["VERIFIED", "why_frequencies_move", "why_not_ragged"]
 
@@ -87,7 +87,7 @@ def _try(model: Any) -> str | None:
 @torch.no_grad()
 def _largest_error(model: Any) -> tuple[float, float]:
     """(largest difference of logits, their scale): ragged verify of 3 tokens against the same rows alone."""
-    device, vocab = model.device, model.config.get_text_config(decoder=True).vocab_size
+    device, vocab = input_device(model, torch.empty(0)), model.config.get_text_config(decoder=True).vocab_size
     longest = max(len(row) for row in ROWS)
     ids = torch.zeros((2, longest), dtype=torch.long)
     mask = torch.zeros((2, longest), dtype=torch.long)

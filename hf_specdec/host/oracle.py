@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from hf_specdec import sampling
 from hf_specdec.host.draft_model import output_vocab_size
-from hf_specdec.host.runner import forward_keywords
+from hf_specdec.host.runner import forward_keywords, input_device
 from hf_specdec.vocabulary import VocabularyMap
 
 __all__ = ["call_processors", "later_probs"]
@@ -57,7 +57,7 @@ def later_probs(
     """
     keep = {"logits_to_keep": num_new} if "logits_to_keep" in forward_keywords(model) else {}
     own_size = output_vocab_size(model)
-    fed: Any = ids.to(model.device).clamp(max=own_size - 1)
+    fed: Any = ids.to(input_device(model, ids)).clamp(max=own_size - 1)
     logits = model(input_ids=fed, use_cache=False, **keep).logits[:, -num_new:-1].float().to(ids.device)
     if vocab_size is not None:
         logits = VocabularyMap(vocab_size, own_size).to_target_logits(logits)

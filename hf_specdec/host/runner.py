@@ -14,7 +14,7 @@ from transformers import GenerationMixin
 
 from hf_specdec.host.cache import RaggedCache
 
-__all__ = ["ModelRunner", "cache_keyword", "forward_keywords"]
+__all__ = ["ModelRunner", "cache_keyword", "forward_keywords", "input_device"]
 
 
 def forward_keywords(model: torch.nn.Module) -> frozenset[str]:
@@ -29,6 +29,13 @@ def cache_keyword(model: torch.nn.Module) -> str:
         mixin: Any = GenerationMixin
         names = frozenset(inspect.signature(mixin.prepare_inputs_for_generation).parameters)
     return "cache" if "cache" in names else "past_key_values"
+
+
+def input_device(model: Any, ids: Tensor) -> torch.device:
+    """Where `model` wants its inputs. With offloaded weights ("meta" until they are needed) accelerate's hooks move them,
+    and they may stay where they are."""
+    device = model.device
+    return ids.device if device.type == "meta" else device
 
 
 class ModelRunner:
@@ -56,7 +63,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.cache, self.max_slots = model, cache, max_slots
         self._keywords = forward_keywords(model)
-        self._device = model.device  # walks through the parameters; asked once per call
+        self._device: torch.device | None = None
         self._extra = {cache_keyword(model): cache, "use_cache": True, "return_dict": True, **(extra or {})}
         self._mask = padding_mask
         cache.is_padded = padding_mask is not None and bool((padding_mask == 0).any())
@@ -73,6 +80,8 @@ class ModelRunner:
         if lengths is not None:
             self.cache.row_lengths.set(lengths)
         self.cache.make_room(width)
+        if self._device is None:  # asking walks through the parameters: once per call
+            self._device = input_device(self.model, ids)
         inputs: dict[str, Any] = {**self._extra, "input_ids": ids.to(self._device)}
         if self._offsets is not None:
             inputs["position_ids"] = self._position_ids(self._offsets, width, inputs["input_ids"].device)

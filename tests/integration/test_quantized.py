@@ -82,10 +82,10 @@ def test_on_inexact_plain_decodes_plainly_with_the_reason(outliers, caplog):
 def test_threshold_of_zero_speculates_without_a_word(folder, on_inexact, caplog):
     target = eight_bit(folder, 0.0)
     plain = generate(target)
-    with caplog.at_level(logging.WARNING, logger="hf_specdec"):
-        with hf_specdec.enable(target, noisy_copy(llama()), on_inexact=on_inexact):
-            assert generate(target).tolist() == plain.tolist()
-            assert speculates(target).notes == []
+    handle = hf_specdec.enable(target, noisy_copy(llama()), on_inexact=on_inexact)
+    with caplog.at_level(logging.WARNING, logger="hf_specdec"), handle:
+        assert generate(target).tolist() == plain.tolist()
+        assert speculates(target).notes == []
     assert not [r for r in caplog.records if r.name == "hf_specdec"]
 
 

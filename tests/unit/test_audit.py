@@ -295,7 +295,7 @@ def test_a_wide_gap_is_no_tie_even_where_plains_own_margin_is_narrow():
 
 
 def test_thresholds_share_the_stated_rate():
-    assert NUM_TESTS * REJECT_BELOW == pytest.approx(FALSE_ALARM_RATE)
+    assert pytest.approx(FALSE_ALARM_RATE) == NUM_TESTS * REJECT_BELOW
 
 
 @pytest.mark.parametrize("cells", [2, 7, 40])
@@ -319,6 +319,7 @@ def test_rare_cells_are_pooled_and_one_cell_proves_nothing():
     observed = torch.tensor([1000.0, 30.0, 20.0, 0.0, 6.0], dtype=torch.float64)
     assert g_test(observed, expected)[2] > 0.99
     assert g_test(expected[2:4], expected[2:4]) == (0.0, 0, 1.0)
+    assert g_test(torch.full((9,), 20.0).double(), torch.full((9,), 20.0).double())[1] == 3
 
 
 def random_laws(n, seed):

@@ -4,7 +4,7 @@ A request's body may carry a whole GenerationConfig. The flag in it may be False
 else: a request must not be able to name a model. It may stand in that config or, for short, at the top of the body.
 Checked twice, before a model is loaded for the request and where the body becomes a config.
 
-Read in transformers 5.24 (cli/serve.py, cli/serving/). Knows nothing of drafts; `hf_specdec.serve` does.
+Read in transformers 5.17 and 5.24 (cli/serve.py, cli/serving/). Knows nothing of drafts; `hf_specdec.serve` does.
 """
 
 import contextlib
@@ -127,7 +127,7 @@ def _parts() -> tuple[Any, Any, Any]:
         if missing:
             raise RuntimeError(
                 f"specdec serve does not know this transformers ({transformers.__version__}): {function.__qualname__} "
-                f"takes no {missing[0]}. Use transformers 5.24."
+                f"takes no {missing[0]}. Tested with 5.17 to 5.24."
             )
     return manager, handler, server
 

@@ -341,7 +341,7 @@ def test_models_that_draft_for_one_another_are_freed(as_found):
 
 def test_flag_is_understood_while_the_environment_switches_it_off(monkeypatch):
     monkeypatch.setenv("HF_SPECDEC", "0")
-    target, draft = pair()
+    target, _ = pair()
     plain = target.generate(**prompts(), max_new_tokens=8)
     with hf_specdec.register():
         out = target.generate(**prompts(), max_new_tokens=8, speculative_config={"num_speculative_tokens": 2})

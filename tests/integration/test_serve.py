@@ -1,5 +1,6 @@
 """Does `specdec serve` speculate for OpenAI's clients, and can a request do no more than switch it?"""
 
+import contextlib
 import http.client
 import json
 import logging
@@ -12,23 +13,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 from typer.testing import CliRunner
 
 import hf_specdec
 from hf_specdec.cli import app
+from hf_specdec.cli.models import fetch
+from hf_specdec.host import serving
 from tests.integration.pairs import llama, noisy_copy
 from tests.integration.texts import save, text_pair, tokenizer
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
-serving = pytest.importorskip("hf_specdec.host.serving")
-if not hasattr(__import__("transformers.cli.serve").cli.serve.Serve, "reset_loaded_models"):
-    pytest.skip("this transformers serves in another way", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 MESSAGES = [{"role": "user", "content": "hi there"}]
 NEW = 48
 REFUSED = "In a request speculative_config must be false, true or an integer from 1 to 32"
+
+
+@pytest.fixture(autouse=True)
+def verbosity_as_found():
+    """The server's command sets how much transformers logs."""
+    before = transformers.logging.get_verbosity()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +50,19 @@ def checkpoints(tmp_path_factory):
     return names
 
 
-@pytest.fixture(scope="module")
-def server(checkpoints, tmp_path_factory):
-    """A server on loopback, from the command line, stopped at the end."""
+@contextlib.contextmanager
+def started(folder, target, draft, *arguments):
+    """A server on loopback, started from the command line in `folder`, stopped at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.txt"
+    log = folder / "server.txt"
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
-    settings = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(log.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from hf_specdec.cli import app; app()", "serve", checkpoints.target]
-    command += ["--draft", checkpoints.draft, "--num-speculative-tokens", "3"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]  # the server's own
+    settings = {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from hf_specdec.cli import app; app()", "serve", target, "--draft", draft]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *arguments]  # the server's own
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | settings, cwd=log.parent)
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | settings, cwd=folder)
     try:
         for _ in range(240):
             assert process.poll() is None, log.read_text()
@@ -65,7 +73,7 @@ def server(checkpoints, tmp_path_factory):
                 time.sleep(0.25)
         else:
             pytest.fail(log.read_text())
-        yield SimpleNamespace(port=port, log=log, name=checkpoints.target)
+        yield SimpleNamespace(port=port, log=log, name=target)
     finally:
         process.terminate()
         try:
@@ -73,6 +81,13 @@ def server(checkpoints, tmp_path_factory):
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(15)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    with started(folder, checkpoints.target, checkpoints.draft, "--num-speculative-tokens", "3") as server:
+        yield server
 
 
 def get(port, path):
@@ -85,7 +100,8 @@ def get(port, path):
 
 
 def last_report(server):
-    return get(server.port, "/specdec/report")["models"][server.name]
+    (report,) = get(server.port, "/specdec/report")["models"].values()
+    return report
 
 
 def chat(server, stream=False, new=NEW, messages=MESSAGES, **extra):
@@ -193,6 +209,25 @@ def test_stop_strings_end_the_answer(server, plain):
     assert last_report(server)["reason"] is None
 
 
+@pytest.mark.real
+@pytest.mark.slow
+def test_the_real_small_pair_is_served(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target, draft = str(fetch("smollm2-135m")), str(fetch("smol-draft"))
+    words = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="float32").eval()
+    inputs = words.apply_chat_template(MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    plain = words.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    with started(tmp_path, target, draft, "--dtype", "float32") as server:
+        for stream in (False, True):
+            assert chat(server, stream) == plain
+            report = last_report(server)
+            assert report["reason"] is None
+            assert report["accepted"] > 0
+
+
 # --- without a server ------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +253,12 @@ def manager(checkpoints):
         made.append(ModelManager(device="cpu", **options))
         return made[-1]
 
+    def load(name):
+        models = make()
+        return models, models.load_model_and_processor(models.process_model_name(name))[0]
+
+    make.load = load
+
     yield make
     for one in made:
         one.shutdown()
@@ -240,7 +281,7 @@ def test_a_draft_that_does_not_fit_is_an_error_for_a_pinned_model_and_a_warning_
         manager(force_model=other)
 
     def on_demand():
-        model, _ = manager().load_model_and_processor(other)
+        _, model = manager.load(other)
         assert not hf_specdec.integration.binding.bindings_of(model)
 
     with pytest.raises(ValueError, match=r"The target has 4,000 token rows and the draft 100"):
@@ -263,8 +304,7 @@ def test_a_flag_in_the_checkpoint_is_served_without_options(checkpoints, manager
     def body():
         from transformers.cli.serving.utils import BaseHandler, GenerationState
 
-        models = manager()
-        model, _ = models.load_model_and_processor(str(folder))
+        models, model = manager.load(str(folder))
         config = BaseHandler(models, GenerationState())._build_generation_config({}, model.generation_config)
         config.max_new_tokens = 12
         inputs = tokenizer()("hi", return_tensors="pt")
@@ -281,8 +321,7 @@ def test_a_request_for_speculation_without_a_draft_is_refused(checkpoints, manag
     def body():
         from transformers.cli.serving.utils import BaseHandler, GenerationState
 
-        models = manager()
-        model, _ = models.load_model_and_processor(checkpoints.target)
+        models, model = manager.load(checkpoints.target)
         handler = BaseHandler(models, GenerationState())
         for flag in (True, 4):
             with pytest.raises(serving.RequestError, match="This server has no draft for the model"):
@@ -301,7 +340,7 @@ def test_a_request_for_speculation_without_a_draft_is_refused(checkpoints, manag
 
 def test_continuous_batching_is_said_to_bypass_the_plugin(checkpoints, manager, monkeypatch, caplog):
     def body():
-        model, _ = manager().load_model_and_processor(checkpoints.target)
+        _, model = manager.load(checkpoints.target)
         assert model.generation_config.speculative_config is None
 
     with caplog.at_level(logging.WARNING, logger="hf_specdec"):

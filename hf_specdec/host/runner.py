@@ -32,8 +32,8 @@ def cache_keyword(model: torch.nn.Module) -> str:
 
 
 def input_device(model: Any, ids: Tensor) -> torch.device:
-    """Where `model` wants its inputs. With offloaded weights ("meta" until needed) accelerate's hooks move them, and they
-    may stay where they are."""
+    """Where `model` wants its inputs. With offloaded weights ("meta" until needed) accelerate's hooks move them, and
+    they may stay where they are."""
     device = model.device
     return ids.device if device.type == "meta" else device
 

@@ -58,7 +58,7 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
         self._eos = None if eos_token_id is None else torch.as_tensor(eos_token_id).flatten()
         # Without the processors q is the draft's own law: exact all the same, only less often accepted.
         usable = bool(logits_processor) and why_not_position_wise(logits_processor) is None
-        self._process = BlockProcessors(logits_processor) if usable else None
+        self._process = BlockProcessors(logits_processor, self._eos) if usable else None
         self._drafter: Drafter | None = None
         self._sequence: Sequence | None = None
 

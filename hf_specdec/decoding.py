@@ -51,16 +51,18 @@ class Coins:
     Args:
         batch: rows.
         device: where draws happen; the default generator of that device is used, as plain sampling does.
+        is_drawn: False gives zeros and leaves the generator alone, as plain greedy decoding does.
     """
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, device: torch.device, is_drawn: bool = True) -> None:
         self._shape, self._device = (COIN_STEPS, batch, 2 * COIN_SLOTS + 2), device
+        self._make = torch.rand if is_drawn else torch.zeros
         self._block, self._step = torch.empty(0), COIN_STEPS
 
     def next(self, draft_length: int) -> tuple[Tensor, Tensor]:
         """float64 ([batch, draft_length], [batch, draft_length + 1]) for a step that drafts `draft_length` tokens."""
         if self._step == COIN_STEPS:
-            self._block, self._step = torch.rand(self._shape, dtype=torch.float64, device=self._device), 0
+            self._block, self._step = self._make(self._shape, dtype=torch.float64, device=self._device), 0
         draft, verify, last, spare = self._block[self._step].split([COIN_SLOTS, COIN_SLOTS, 1, 1], dim=1)
         self._step += 1
         if draft_length > COIN_SLOTS:  # long drafts are rare: the rest comes from a generator of the step's own

@@ -139,13 +139,16 @@ def _bound(target: Any, bound: binding.Binding) -> Handle:
     # Weak both ways: a handle that is still held keeps neither the target nor the draft alive.
     of_target, of_binding = weakref.ref(target), weakref.ref(bound)
 
+    # A target that is dropped leaves nothing behind.
+    at_end = weakref.finalize(target, registration.remove)
+
     def undo() -> None:
+        at_end.detach()
         model, binding_left = of_target(), of_binding()
         if model is not None and binding_left is not None:
             _unbind(model, binding_left)
         registration.remove()
 
-    weakref.finalize(target, registration.remove)  # a target that is dropped leaves nothing behind
     return Handle(undo)
 
 

@@ -61,7 +61,6 @@ class ModelDrafter(Drafter):
                 is_broken = probs[:, position, 0].isnan()  # one NaN makes the whole softmax NaN
             lengths = torch.where(is_broken, lengths.clamp(max=position), lengths)
             any_broken = any_broken | is_broken
-            token = token.clamp(max=self.model.vocabulary.shared_size - 1)
             ids[:, position] = token
             if self.request.process is not None:
                 sequence.write(position, token)

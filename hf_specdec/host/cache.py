@@ -67,6 +67,7 @@ class RowLengths:
         if key not in self._slots:
             rows = torch.arange(len(self.host), device=device)[:, None].expand(-1, width)
             slots = self.on(device)[:, None] + torch.arange(width, device=device) - base
+            slots = slots.clamp(min=0)  # a row that has ended may stand before `base`; nobody reads what it gets
             self._slots[key] = rows, slots
         return self._slots[key]
 

@@ -151,7 +151,9 @@ def _prepared(
         if isinstance(value, (bool, int, float, str)) and name not in ("use_cache", "logits_to_keep")
     }
     target = TargetModel(request.model, cache, padding_mask, inputs.get("position_ids"), sequence, is_kept, extra)
-    block = BlockProcessors(processors) if len(processors) and why_not_position_wise(processors) is None else None
+    block = None
+    if len(processors) and why_not_position_wise(processors) is None:
+        block = BlockProcessors(processors, criteria.eos_ids)
     is_sampling = bool(generation_config.do_sample)
     drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
     draft_length, schedule = _fitting_draft_lengths(request, sequence.batch, is_sampling)
@@ -168,7 +170,7 @@ def _prepared(
         counters=request.counters,
         is_sampling=is_sampling,
         draft_length=draft_length,
-        coins=Coins(sequence.batch, input_ids.device),
+        coins=Coins(sequence.batch, input_ids.device, is_sampling),
         schedule=iter(schedule),
     )
 

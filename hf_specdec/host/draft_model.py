@@ -94,7 +94,9 @@ class DraftModel:
         return [] if mask is None else (mask == 0).sum(dim=1).tolist()
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that fit behind the longest row in the draft's context."""
+        """Tokens that fit behind the longest row in the draft's context. Asked once a step, also where nothing is drafted:
+        a rejection in the step before is seen here."""
+        self._forget_rejected(sequence)
         padding = self._padding or [0] * sequence.batch
         return self._max_positions - max(
             sequence.host_lengths[row] + self.shift - padding[row] for row in sequence.live_rows
@@ -111,9 +113,8 @@ class DraftModel:
         if self._runner is None:
             self._prefill(sequence)
         self._sequence = sequence
-        # Of what a step fed, the accepted tokens stay true; the row's newest token was never fed.
+        self._forget_rejected(sequence)
         lengths = [length + self.shift for length in sequence.host_lengths]
-        self.valid = [min(valid, length - 1) for valid, length in zip(self.valid, lengths, strict=True)]
         behind = max(length - 2 - valid for length, valid in zip(lengths, self.valid, strict=True))
         if behind > 0:
             columns = torch.tensor(self.valid, device=sequence.device)[:, None] - self.shift
@@ -128,6 +129,11 @@ class DraftModel:
         assert self._runner is not None
         self._runner.cache.set_lengths([length - 2 for length in lengths], sequence.live_rows)
         self._runner.cache.make_room(draft_length + 1)
+
+    def _forget_rejected(self, sequence: Sequence) -> None:
+        """Of what the last step fed, the accepted tokens stay true; the row's newest token was never fed."""
+        fed = [length + self.shift - 1 for length in sequence.host_lengths]
+        self.valid = [min(pair) for pair in zip(self.valid, fed, strict=False)]  # none before the prefill
 
     def next_scores(self, feed: Tensor, sequence: Sequence, position: int) -> Tensor:
         """Scores [batch, target vocab] float32 for drafted position `position`; `feed` [batch, 2 or 1] are its

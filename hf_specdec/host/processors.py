@@ -86,9 +86,10 @@ def _repetition_penalty(processor, scores: Tensor, sequence: Sequence, first: in
     seen = seen[:, None].expand(-1, width, -1)
     if first + width > 1:
         # Position w has also seen scratch tokens 0 … first + w - 1.
-        scratch = ids.gather(1, sequence.lengths[:, None] + torch.arange(first + width - 1, device=scores.device))
-        scratch = scratch[:, None].expand(-1, width, -1).clone()
-        order = torch.arange(first + width - 1, device=scores.device)[None, None]
+        order = torch.arange(first + width - 1, device=scores.device)
+        columns = sequence.lengths[:, None] + order
+        scratch = torch.where(columns >= ignored, ids.gather(1, columns), vocab)
+        scratch = scratch[:, None].expand(-1, width, -1)
         reach = first + torch.arange(width, device=scores.device)[None, :, None]
         seen = seen.clone().scatter_(2, torch.where(order < reach, scratch, vocab), True)
     penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
@@ -173,13 +174,17 @@ class BlockProcessors:
 
     Args:
         processors: position-wise ones only, in plain's order.
+        eos_ids: int64 [num_eos] or None; code of the caller's own is never asked what follows one of them.
     """
 
-    def __init__(self, processors: LogitsProcessorList) -> None:
-        self.processors = list(processors)
+    def __init__(self, processors: LogitsProcessorList, eos_ids: Tensor | None = None) -> None:
+        self.processors, self._eos_ids = list(processors), eos_ids
+        kinds = [type(processor) for processor in self.processors]
         exact = (*FLAT, *VECTORISED)
         #: whether some processor is called with real prefixes: then the host must know which positions are real
-        self.needs_prefixes = any(type(processor) not in exact for processor in self.processors)
+        self.needs_prefixes = any(kind not in exact for kind in kinds)
+        of_caller = [kind for kind in kinds if kind not in exact and kind not in EXACT_CALLS]
+        self._asks_caller = bool(of_caller) or logits_process.PrefixConstrainedLogitsProcessor in kinds
 
     def __call__(self, scores: Tensor, sequence: Sequence, first: int = 0, real: Rows[int] | None = None) -> Tensor:
         """Processed scores.
@@ -193,6 +198,8 @@ class BlockProcessors:
         width = scores.shape[1]
         if real is None:
             real = [0 if is_done else width for is_done in sequence.finished]
+        if self._asks_caller:
+            real = self._before_ends(sequence, first, real)
         for processor in self.processors:
             kind = type(processor)
             if kind in FLAT:
@@ -203,6 +210,20 @@ class BlockProcessors:
             else:
                 scores = _exact_calls(processor, scores, sequence, first, real)
         return scores
+
+    def _before_ends(self, sequence: Sequence, first: int, real: Rows[int]) -> list[int]:
+        """`real`, cut where the scratch ends a row: plain asks neither behind an end-of-sequence id nor past the maximum
+        length, and a grammar has no answer there."""
+        if sequence.max_length is not None:
+            room = [sequence.max_length - length - first for length in sequence.host_lengths]
+            real = [max(0, min(pair)) for pair in zip(real, room, strict=True)]
+        width = first + max(real) - 1
+        if self._eos_ids is None or width < 1:
+            return list(real)
+        scratch = sequence.ids.gather(1, sequence.lengths[:, None] + torch.arange(width, device=sequence.device))
+        is_eos = (scratch[..., None] == self._eos_ids.to(scratch.device)).any(dim=-1)
+        before = (is_eos.cumsum(dim=1) == 0).sum(dim=1).tolist()  # scratch tokens before the first end
+        return [min(count, max(0, n + 1 - first)) for count, n in zip(real, before, strict=True)]
 
 
 def _exact_calls(processor, scores: Tensor, sequence: Sequence, first: int, real: Rows[int]) -> Tensor:
@@ -216,7 +237,7 @@ def _exact_calls(processor, scores: Tensor, sequence: Sequence, first: int, real
         if not rows:
             continue
         if is_level and len(rows) == len(lengths):
-            ids = sequence.ids[:, : lengths[0] + position]
+            ids = sequence.ids[:, : lengths[0] + position].contiguous()  # as plain's are: processors may view them
             result[:, position] = processor(ids, scores[:, position].clone())
             continue
         for row in rows:
@@ -231,4 +252,4 @@ def _one_row(processor: Any, ids: Tensor, scores: Tensor, row: int, batch: int) 
         allowed, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
         single: Any = logits_process.PrefixConstrainedLogitsProcessor(lambda _, text: allowed(row // beams, text), 1)
         return single(ids, scores.clone())[0]
-    return processor(ids.expand(batch, -1), scores.expand(batch, -1).clone())[row]
+    return processor(ids.repeat(batch, 1), scores.expand(batch, -1).clone())[row]

@@ -346,3 +346,11 @@ def test_flag_is_understood_while_the_environment_switches_it_off(monkeypatch):
     with hf_specdec.register():
         out = target.generate(**prompts(), max_new_tokens=8, speculative_config={"num_speculative_tokens": 2})
     assert out.tolist() == plain.tolist()
+
+
+def test_removed_handle_leaves_no_finalizer():
+    target, draft = pair()
+    before = len(weakref.finalize._registry)
+    for _ in range(3):
+        hf_specdec.enable(target, draft).remove()
+    assert len(weakref.finalize._registry) == before

@@ -242,3 +242,10 @@ def test_calls_that_switch_adapters_off_take_turns_on_one_model():
     with hf_specdec.enable(target, method="base"):
         results = in_threads(*(greedy(target, batch) for batch in (1, 2)))
     assert results == [[tokens] * 3 for tokens in plain]
+
+
+def test_greedy_call_leaves_the_generator_alone(enabled):
+    before = torch.get_rng_state()
+    enabled.generate(**prompts(2), max_new_tokens=NEW, do_sample=False)
+    assert hf_specdec.report(enabled).accepted > 0
+    assert torch.equal(torch.get_rng_state(), before)

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LogitsProcessor, PreTrainedTokenizerFast
 
 import hf_specdec
+from hf_specdec import sampling
+from hf_specdec.drafters.model import ModelDrafter
 from tests.integration.pairs import assert_as_plain, llama, pair, prompts, speculates
 
 REAL = 60
@@ -189,3 +191,32 @@ def test_different_tokenizers_are_refused_with_the_first_differing_id(tmp_path):
     plain = target.generate(**prompts(), max_new_tokens=12)
     with hf_specdec.enable(target, like):
         assert_as_plain(target, plain, **prompts(), max_new_tokens=12)
+
+
+class Floor(LogitsProcessor):
+    """Lifts −inf, so that ids which the draft does not have can be drawn from q."""
+
+    position_wise = True
+
+    def __call__(self, input_ids, scores):
+        return scores.clamp(min=-2.0, max=2.0)
+
+
+def test_drafted_token_is_the_one_drawn_where_a_processor_lifts_target_only_ids(monkeypatch):
+    """It was once clamped to the last shared id after the draw: another law than q."""
+    target, draft = pair_of_sizes(LARGE, SMALL)
+    drafts, propose = [], ModelDrafter.propose
+
+    def watched(self, sequence, draft_length, uniforms):
+        drafts.append((propose(self, sequence, draft_length, uniforms), uniforms))
+        return drafts[-1][0]
+
+    monkeypatch.setattr(ModelDrafter, "propose", watched)
+    with hf_specdec.enable(target, draft):
+        target.generate(
+            **prompts(8, 8, vocab_size=REAL), max_new_tokens=24, do_sample=True, top_k=0, logits_processor=[Floor()]
+        )
+    assert hf_specdec.report(target).reason is None
+    assert any((made.token_ids >= SMALL).any() for made, _ in drafts)
+    for made, uniforms in drafts:
+        assert torch.equal(made.token_ids, sampling.draw(made.probs, uniforms))

@@ -9,6 +9,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_specdec
+from hf_specdec.host.binding import draft_memories
 from tests.comparison import assert_parity, assert_same_text, assert_speculated, plain, speculate
 from tests.zoo import VOCAB, WINDOW, pair, prompts
 
@@ -383,3 +384,33 @@ def test_every_combination_of_turns_is_covered():
     pairs = {pair_ for turns in TURNS for pair_ in itertools.pairwise(turns)}
     assert pairs == set(itertools.product((True, False), repeat=2))
     assert WINDOW < 9 + 5  # every conversation leaves the window
+
+
+def test_row_that_ended_long_ago_stays_harmless_behind_the_window(monkeypatch):
+    """It once wrote before the first slot that a sliding layer still holds: IndexError after some hundred tokens."""
+    monkeypatch.setattr("hf_specdec.host.cache.MIN_GROWTH", 8)
+    target, draft = pair("Mistral")
+    inputs = prompts((9, 7))
+    free = plain(target, **inputs, max_new_tokens=120)[:, 9:]
+    ends_first = next(token for token in free[0].tolist() if token not in free[1])
+    options = {"max_new_tokens": 120, "eos_token_id": ends_first, "pad_token_id": 0}
+    expected = plain(target, **inputs, **options)
+    with hf_specdec.enable(target, draft, num_speculative_tokens=2):
+        output = target.generate(**inputs, **options, do_sample=False)
+        assert_speculated(hf_specdec.report(target))
+    assert output.tolist() == expected.tolist()
+
+
+def test_kept_draft_keys_are_the_texts_after_steps_that_drafted_nothing():
+    """A rejected token's keys once passed for the text's when the next step drafted nothing."""
+    target, draft = pair("Llama")
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
+    schedule = {"num_speculative_tokens": 4, "draft_lengths": [4, 0, 0] * NEW_TOKENS}
+    with hf_specdec.enable(target, draft, **schedule):
+        output = target.generate(**prompts((9,)), **options)
+    memory = draft_memories[cache_of(output)]
+    (valid,) = memory.valid
+    with torch.no_grad():
+        fresh = draft(output.sequences[:, :valid], use_cache=True)
+    for kept, layer in zip(memory.cache.layers, cache_of(fresh).layers, strict=True):
+        torch.testing.assert_close(kept.keys[:, :, :valid], layer.keys, **CLOSE)

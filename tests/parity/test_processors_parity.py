@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import logits_process
 
+import hf_specdec
 from hf_specdec.host.processors import BlockProcessors, processor_table, why_not_position_wise
 from hf_specdec.sequence import Sequence
 from tests.comparison import assert_parity, assert_same_text, plain, speculate
@@ -315,3 +316,52 @@ def test_only_processors_that_look_at_ids_need_the_host_to_know_prefixes():
     exact = LogitsProcessorList([logits_process.ForcedBOSTokenLogitsProcessor(1)])
     assert not BlockProcessors(flat).needs_prefixes
     assert BlockProcessors(exact).needs_prefixes
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_prefix_function_is_asked_neither_behind_an_end_nor_past_the_maximum_length(do_sample):
+    """A trie or grammar has no answer there; plain decoding of one row never asks."""
+    target, draft = pair("Llama")
+    ends, length = list(range(3, VOCAB, 5)), 30
+
+    def allowed(_, ids):
+        assert not set(ids[9:].tolist()) & set(ends), "asked behind an end"
+        assert len(ids) < length, "asked past the maximum length"
+        return list(range(3, VOCAB))
+
+    options = {"max_length": length, "eos_token_id": ends, "pad_token_id": 0, "prefix_allowed_tokens_fn": allowed}
+    with hf_specdec.enable(target, draft, num_speculative_tokens=4):
+        for seed in range(6):
+            torch.manual_seed(seed)
+            ids = torch.randint(3, VOCAB, (1, 9))
+            target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, **options)
+            assert hf_specdec.report(target).reason is None
+
+
+def test_repetition_penalty_ignores_new_tokens_too_where_it_is_told_to():
+    """`prompt_ignore_length` may reach past the prompt; drafted tokens there were once counted."""
+    target, draft = pair("Llama")
+    penalty = logits_process.RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=max(LENGTHS) + 12)
+    options = {"max_new_tokens": NEW_TOKENS, "logits_processor": LogitsProcessorList([penalty])}
+    expected = plain(target, **PROMPT, **options)
+    with hf_specdec.enable(target, draft):
+        output = target.generate(**PROMPT, **options, do_sample=False)
+    assert output.tolist() == expected.tolist()
+
+
+class Viewing(LogitsProcessor):
+    """Takes its arguments for contiguous, as plain's are."""
+
+    position_wise = True
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.view(-1).numel() and scores.view(-1).numel()
+        return scores
+
+
+def test_processors_get_contiguous_tensors():
+    target, draft = pair("Llama")
+    options = {"max_new_tokens": NEW_TOKENS, "logits_processor": LogitsProcessorList([Viewing()])}
+    with hf_specdec.enable(target, draft):
+        target.generate(**PROMPT, **options, do_sample=False)
+        assert hf_specdec.report(target).accepted > 0

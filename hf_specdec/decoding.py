@@ -10,8 +10,7 @@ Algorithm 2, for a batch of rows that accept different numbers of tokens:
         text += x̃₁ … x̃ₙ, y   (cut at ends)         commit           steps.py, host/emission.py
         forget the keys past n                     roll back        one integer per row (host/cache.py)
 
-The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh for every step, row and
-slot.
+The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh per step, row and slot.
 """
 
 from collections.abc import Iterator
@@ -177,7 +176,7 @@ def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
         return nothing
     try:
         draft = call.drafter.propose(sequence, width, coins)
-    except DraftFailure as failure:
+    except (DraftFailure, torch.OutOfMemoryError) as failure:
         drop_draft(call, f"the draft failed ({failure})")
         return nothing
     if call.processors is not None:  # they look for each position's own prefix in the scratch
@@ -203,8 +202,7 @@ def draft_lengths_on_host(call: SpeculativeCall, draft: Draft) -> list[int] | No
 
 
 def decide(call: SpeculativeCall, scores: Tensor, draft: Draft, coins: Tensor) -> tuple[Verdict, Tensor | None]:
-    """Verify the block; also bool [batch], rows whose next token came from NaN (None when greedy: plain takes it
-    too)."""
+    """Verify the block; also bool [batch], rows whose next token came from NaN (None when greedy: plain takes it)."""
     if not call.is_sampling:
         return verify_greedy(scores.argmax(dim=-1), draft.token_ids, draft.lengths), None
     target_probs = sampling.softmax_probs(scores)

@@ -94,8 +94,8 @@ class DraftModel:
         return [] if mask is None else (mask == 0).sum(dim=1).tolist()
 
     def room(self, sequence: Sequence) -> int:
-        """Tokens that fit behind the longest row in the draft's context. Asked once a step, also where nothing is drafted:
-        a rejection in the step before is seen here."""
+        """Tokens that fit behind the longest row in the draft's context. Asked once a step, also where nothing is
+        drafted: a rejection in the step before is seen here."""
         self._forget_rejected(sequence)
         padding = self._padding or [0] * sequence.batch
         return self._max_positions - max(
@@ -202,7 +202,9 @@ class DraftModel:
 
     def keep(self) -> DraftMemory | None:
         """The keys with the ids they belong to; the draft must not be used in this call any more."""
-        if self._runner is None or self._sequence is None:
+        if self._runner is None:  # never asked, as with a budget of one token: what was kept before stays good
+            return self.request.resume
+        if self._sequence is None:
             return None
         sequence, history = self._sequence, self.request.history_ids
         ids = sequence.ids[:, : max(sequence.host_lengths)]

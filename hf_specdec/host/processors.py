@@ -212,8 +212,8 @@ class BlockProcessors:
         return scores
 
     def _before_ends(self, sequence: Sequence, first: int, real: Rows[int]) -> list[int]:
-        """`real`, cut where the scratch ends a row: plain asks neither behind an end-of-sequence id nor past the maximum
-        length, and a grammar has no answer there."""
+        """`real`, cut where the scratch ends a row: plain asks neither behind an end-of-sequence id nor past the
+        maximum length, and a grammar has no answer there."""
         if sequence.max_length is not None:
             room = [sequence.max_length - length - first for length in sequence.host_lengths]
             real = [max(0, min(pair)) for pair in zip(real, room, strict=True)]

@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
+from hf_specdec.host.draft_model import DraftModel
 from hf_specdec.host.runner import cache_keyword
 from tests.integration.pairs import VOCAB, assert_as_plain, noisy_copy, pair, prompts, speculates
 
@@ -168,3 +169,18 @@ def test_an_error_of_the_callers_processor_is_not_taken_for_the_drafts():
             target.generate(**prompts(1), max_new_tokens=NEW, logits_processor=[Faulty()])
         target.generate(**prompts(1), max_new_tokens=NEW)
         speculates(target)
+
+
+def test_draft_that_runs_out_of_memory_between_forwards_is_dropped(monkeypatch):
+    """Its probabilities need memory too, not its forwards alone."""
+    target, draft = pair()
+
+    def full(*_):
+        raise torch.OutOfMemoryError("no room for probabilities")
+
+    monkeypatch.setattr(DraftModel, "next_scores", full)
+    with hf_specdec.enable(target, draft):
+        output = target.generate(**prompts(1), max_new_tokens=6, do_sample=True)
+    report = hf_specdec.report(target)
+    assert output.shape[1] == prompts(1)["input_ids"].shape[1] + 6
+    assert any("no room for probabilities" in note for note in report.notes)

@@ -71,7 +71,8 @@ def test_buffers_grow_by_blocks_and_then_by_half(buffers, id_widths):
     for widths in (sorted(set(buffers)), sorted(set(id_widths))):
         assert widths[0] <= 6 + BLOCK
         steps = [later - earlier for earlier, later in itertools.pairwise(widths)]
-        assert all(step >= BLOCK for step in steps)
+        # The draft's prefill leaves the prompt's last token to its first step: its buffers begin one slot shorter.
+        assert all(step >= BLOCK or step == 1 for step in steps)
         assert all(later <= max(1.5 * earlier, earlier + BLOCK) for earlier, later in itertools.pairwise(widths))
         assert length <= widths[-1] <= 1.5 * (length + 64)
 

@@ -414,3 +414,15 @@ def test_kept_draft_keys_are_the_texts_after_steps_that_drafted_nothing():
         fresh = draft(output.sequences[:, :valid], use_cache=True)
     for kept, layer in zip(memory.cache.layers, cache_of(fresh).layers, strict=True):
         torch.testing.assert_close(kept.keys[:, :, :valid], layer.keys, **CLOSE)
+
+
+def test_draft_keys_outlive_a_turn_of_one_token():
+    """A turn that drafted nothing once threw away what the turn before had kept."""
+    target, draft = pair("Llama")
+    cache, inputs = DynamicCache(config=target.config), prompts((9,))
+    with hf_specdec.enable(target, draft):
+        options = {"do_sample": False, **cache_option(target, cache)}
+        ids = target.generate(**inputs, **options, max_new_tokens=8)
+        memory = draft_memories[cache]
+        target.generate(torch.cat([ids, inputs["input_ids"]], dim=1), **options, max_new_tokens=1)
+    assert draft_memories[cache] is memory

@@ -331,7 +331,7 @@ def test_prefix_function_is_asked_neither_behind_an_end_nor_past_the_maximum_len
 
     options = {"max_length": length, "eos_token_id": ends, "pad_token_id": 0, "prefix_allowed_tokens_fn": allowed}
     with hf_specdec.enable(target, draft, num_speculative_tokens=4):
-        for seed in range(6):
+        for seed in range(16):
             torch.manual_seed(seed)
             ids = torch.randint(3, VOCAB, (1, 9))
             target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, **options)
@@ -355,7 +355,8 @@ class Viewing(LogitsProcessor):
     position_wise = True
 
     def __call__(self, input_ids, scores):
-        assert input_ids.view(-1).numel() and scores.view(-1).numel()
+        assert input_ids.view(-1).numel()
+        assert scores.view(-1).numel()
         return scores
 
 

@@ -176,8 +176,11 @@ def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
         return nothing
     try:
         draft = call.drafter.propose(sequence, width, coins)
-    except (DraftFailure, torch.OutOfMemoryError) as failure:
-        drop_draft(call, f"the draft failed ({failure})")
+    except Exception as failure:  # whatever a drafter may raise; an error of a processor is the caller's to see
+        if call.processors is not None and call.processors.raised is failure:
+            raise
+        what = str(failure) if isinstance(failure, DraftFailure) else f"{type(failure).__name__}: {failure}"
+        drop_draft(call, f"the draft failed ({what})")
         return nothing
     if call.processors is not None:  # they look for each position's own prefix in the scratch
         sequence.write(0, draft.token_ids)

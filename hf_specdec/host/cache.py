@@ -201,9 +201,13 @@ class RaggedCache(Cache):
                 layer.live_rows = live_rows
 
     def can_roll_back(self, length: int) -> bool:
-        """Whether rows may be cut to `length` slots: a sliding layer must still hold the window before it."""
-        layers = [layer for layer in self.layers if isinstance(layer, RaggedSlidingLayer)]
-        return all(layer.base <= max(0, length - layer.sliding_window + 1) for layer in layers)
+        """Whether rows may be cut to `length` slots and written again: a sliding layer must still hold the window
+        before it, and keys made in inference mode can only be changed there."""
+        held = [layer for layer in self.layers if isinstance(layer, RaggedLayer)]
+        if any(layer.keys.is_inference() for layer in held) and not torch.is_inference_mode_enabled():
+            return False
+        sliding = [layer for layer in held if isinstance(layer, RaggedSlidingLayer)]
+        return all(layer.base <= max(0, length - layer.sliding_window + 1) for layer in sliding)
 
     def make_room(self, width: int) -> None:
         """Prepare passes over `width` slots past the longest row. Called before the forward, since masks are sized from

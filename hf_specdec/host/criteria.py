@@ -40,8 +40,7 @@ class Criteria:
         self.others = [c for c in criteria if type(c) not in built_in]
         self._stop_strings: list[Any] = [c for c in criteria if type(c) is StopStringCriteria]
         self._timers: list[Any] = [c for c in criteria if type(c) is MaxTimeCriteria]
-        # The reminder about max_position_embeddings is theirs to give: plain asks at every length, we at the last one.
-        self._lengths = [c for c in criteria if type(c) is MaxLengthCriteria]
+        self._lengths: list[Any] = [c for c in criteria if type(c) is MaxLengthCriteria]
 
     def stop_string_hits(self, sequence: Sequence, width: int) -> Tensor | None:
         """int64 [batch]: how many of the `width` block ids (in the scratch of `sequence`) complete a stop string,
@@ -59,6 +58,12 @@ class Criteria:
             hits |= criterion(ids.flatten(0, 1), None).view_as(hits)
         order = torch.arange(1, width + 1, device=sequence.device)
         return torch.where(hits, order, width + 1).amin(dim=1)
+
+    def remind(self, ids: Tensor) -> None:
+        """Let the length criteria give their reminder that a text has passed the model's maximum; plain asks at every
+        length, and the last but one is enough."""
+        for criterion in self._lengths:
+            criterion(ids[:, :-1], None)
 
     def is_time_up(self, ids: Tensor) -> bool:
         """Whether a time criterion says stop; `ids` [batch, length] as plain passes them."""

@@ -172,8 +172,8 @@ class DraftModel:
         if cache is None:
             done = min(length, self.request.prefill_chunk_size or length)
             cache = self._first_chunk(context[:, :done], mask, positions)
-        max_slots = self._max_positions + max(self._padding, default=0)
-        self._runner = ModelRunner(self.model, cache, mask, positions[:, -1:], context.shape[1], max_slots)
+        last, slots = positions[:, -1:], context.shape[1]
+        self._runner = ModelRunner(self.model, cache, mask, last, slots, 1 << 30, self._max_positions)
         while done < length:
             stop = min(length, done + (self.request.prefill_chunk_size or length))
             self._runner.forward(context[:, done:stop], [done] * context.shape[0], num_logits=1)

@@ -44,6 +44,7 @@ class Emission:
         self.sequence, self.criteria, self.streamer, self.pad_id = sequence, criteria, streamer, pad_id
         self.recorder = recorder
         self.lengths = list(sequence.host_lengths)
+        self._seen = sequence.ids[:, : sequence.prompt_length]  # what criteria of the caller's own have been shown
         self._num_dropped = 0
         self.tokens: list[list[int]] = [[] for _ in range(sequence.batch)]
         self.stopped_at: list[int | None] = [None] * sequence.batch
@@ -119,7 +120,9 @@ class Emission:
         return self.pad_id
 
     def _ask_others(self, length: int) -> None:
-        ids = self.padded_ids(length)
+        column = [self._token(row, length - 1) for row in range(len(self.lengths))]
+        column_ids = torch.tensor(column, dtype=torch.long, device=self._seen.device)[:, None]
+        self._seen = ids = torch.cat([self._seen, column_ids], dim=1)
         scores = self.recorder.scores_until(length - self.sequence.prompt_length)
         done = torch.zeros(len(self.lengths), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria.others:
@@ -151,4 +154,6 @@ class Emission:
         """End the stream; returns the sequences [batch, length]."""
         if self.streamer is not None:
             self.streamer.end()
-        return self.padded_ids(self.released)
+        ids = self.padded_ids(self.released)
+        self.criteria.remind(ids)
+        return ids

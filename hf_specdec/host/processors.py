@@ -179,6 +179,7 @@ class BlockProcessors:
 
     def __init__(self, processors: LogitsProcessorList, eos_ids: Tensor | None = None) -> None:
         self.processors, self._eos_ids = list(processors), eos_ids
+        self.raised: Exception | None = None  # a processor's last error, never to be taken for one of the draft
         kinds = [type(processor) for processor in self.processors]
         exact = (*FLAT, *VECTORISED)
         #: whether some processor is called with real prefixes: then the host must know which positions are real
@@ -200,6 +201,13 @@ class BlockProcessors:
             real = [0 if is_done else width for is_done in sequence.finished]
         if self._asks_caller:
             real = self._before_ends(sequence, first, real)
+        try:
+            return self._processed(scores, sequence, first, real)
+        except Exception as error:
+            self.raised = error
+            raise
+
+    def _processed(self, scores: Tensor, sequence: Sequence, first: int, real: Rows[int]) -> Tensor:
         for processor in self.processors:
             kind = type(processor)
             if kind in FLAT:

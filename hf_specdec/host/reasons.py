@@ -13,7 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from hf_specdec.host.adapters import why_adapters
 from hf_specdec.host.cache import unsupported_layer
-from hf_specdec.host.families import why_frequencies_move, why_not_ragged
+from hf_specdec.host.families import why_frequencies_move, why_not_ragged, why_slots_matter, why_window_without_mask
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
 from hf_specdec.host.processors import why_not_in_batch
 
@@ -87,6 +87,8 @@ def why_plain(
         or why_adapters(model)
         or why_not_in_batch(processors, ids.shape[0])
         or _why_attention(model, inputs)
+        or why_window_without_mask(model, cache)
+        or why_slots_matter(model, ids.shape[0])
         or why_not_ragged(model)
         or why_frequencies_move(model, _most_slots(generation_config, inputs, ids))
     )

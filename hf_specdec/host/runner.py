@@ -48,6 +48,7 @@ class ModelRunner:
         last_positions: int64 [..., batch, 1], the position id of the last slot in `padding_mask`'s range.
         num_slots: slots that the prompt fills.
         max_slots: no slot at or past this one is ever committed; positions beyond are clamped (learned positions end).
+        max_positions: positions that the model has; where rows differ in padding, a slot does not tell.
         extra: further keywords of every forward, e.g. output_hidden_states.
     """
 
@@ -59,9 +60,11 @@ class ModelRunner:
         last_positions: Tensor | None,
         num_slots: int,
         max_slots: int,
+        max_positions: int = 1 << 30,
         extra: dict[str, Any] | None = None,
     ) -> None:
-        self.model, self.cache, self.max_slots = model, cache, max_slots
+        self.model, self.cache = model, cache
+        self.max_slots, self.max_positions = max_slots, max_positions
         self._keywords = forward_keywords(model)
         self._device: torch.device | None = None
         self._extra = {cache_keyword(model): cache, "use_cache": True, "return_dict": True, **(extra or {})}
@@ -94,7 +97,8 @@ class ModelRunner:
     def _position_ids(self, offsets: Tensor, width: int, device: torch.device) -> Tensor:
         slots = self.cache.row_lengths.on(device)[:, None] + torch.arange(width, device=device)
         # Slots inside the padding come before position 0; learned positions have none there.
-        return (slots.clamp(max=self.max_slots - 1) + offsets.to(device)).clamp(min=0)
+        positions = slots.clamp(max=self.max_slots - 1) + offsets.to(device)
+        return positions.clamp(0, self.max_positions - 1)
 
     def _padding(self, mask: Tensor, slots: int) -> Tensor:
         """The 2-D mask over `slots` slots: the prompt's, then ones."""

@@ -54,7 +54,7 @@ class TargetModel:
             limit = (1 << 30) if sequence.max_length is None else sequence.max_length + self.shift
             cache = RaggedCache(self.source, [self.held] * sequence.batch)
             self._runner = ModelRunner(
-                self.model, cache, self._padding_mask, self._last_positions, self.held, limit, self._extra
+                self.model, cache, self._padding_mask, self._last_positions, self.held, limit, extra=self._extra
             )
         return self._runner
 

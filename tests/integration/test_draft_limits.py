@@ -6,8 +6,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
+from hf_specdec.drafters import Draft, Drafter
 from hf_specdec.host.draft_model import DraftModel
 from hf_specdec.host.runner import cache_keyword
+from hf_specdec.registry import DRAFTERS
 from tests.integration.pairs import VOCAB, assert_as_plain, noisy_copy, pair, prompts, speculates
 
 NEW = 40
@@ -184,3 +186,31 @@ def test_draft_that_runs_out_of_memory_between_forwards_is_dropped(monkeypatch):
     report = hf_specdec.report(target)
     assert output.shape[1] == prompts(1)["input_ids"].shape[1] + 6
     assert any("no room for probabilities" in note for note in report.notes)
+
+
+class RaisingDrafter(Drafter):
+    """A third party's, with a bug in its second step."""
+
+    steps = 0
+
+    def propose(self, sequence, draft_length, uniforms):
+        RaisingDrafter.steps += 1
+        if RaisingDrafter.steps % 2 == 0:
+            raise ValueError("a bug of the drafter's own")
+        ids = sequence.ids.new_full((sequence.batch, draft_length), 7)
+        return Draft(ids, None, torch.full_like(sequence.lengths, draft_length))
+
+
+def test_drafter_that_raises_leaves_a_call_that_goes_on_plainly(monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "raising", RaisingDrafter)
+    target, _ = pair()
+    call = {**prompts(3), "max_new_tokens": 16, "do_sample": False}
+    plain = target.generate(**call)
+    with hf_specdec.enable(target, method="raising"):
+        for _ in range(2):  # the next call speculates again
+            RaisingDrafter.steps = 0
+            assert target.generate(**call).tolist() == plain.tolist()
+            report = hf_specdec.report(target)
+            assert report.reason is None
+            assert report.drafted > 0
+            assert "a bug of the drafter's own" in report.notes[0]

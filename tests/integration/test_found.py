@@ -23,6 +23,7 @@ from transformers import (
 )
 
 import hf_specdec
+from hf_specdec.host.runner import cache_keyword
 
 VOCAB = 48
 SHAPE = {
@@ -91,7 +92,6 @@ def llama(**changes):
     return redrawn(LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})))
 
 
-@pytest.mark.xfail(strict=True, reason="layers without rotary positions scale queries by slot; the probe ends before")
 def test_llama4_attention_temperature_counts_slots():
     """Llama4 (attn_temperature_tuning, on in Scout at floor_scale 8192) takes the slot of the longest row for every
     row: ragged rows get a wrong scale near multiples of floor_scale. The per-row length check only reaches slot 11."""
@@ -102,7 +102,6 @@ def test_llama4_attention_temperature_counts_slots():
     assert_plain_text(target, noisy(target, 0.1), new=100, **ragged())
 
 
-@pytest.mark.xfail(strict=True, reason="plain drops keys past the window although the mask is full; ours keeps them")
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("kind", ["moshi", "llama", "llama-chunk"])
 def test_window_in_the_config_and_a_full_mask_in_the_model(kind, rows):
@@ -130,7 +129,6 @@ class SlotCounting(LlamaForCausalLM):
         return output
 
 
-@pytest.mark.xfail(strict=True, reason="model_type alone decides who is trusted without the per-row length check")
 def test_subclass_of_a_trusted_family_is_tried():
     """A subclass written by the user keeps model_type "llama" and is no remote code, so it is never tried."""
     plain = llama()
@@ -140,7 +138,6 @@ def test_subclass_of_a_trusted_family_is_tried():
     assert_plain_text(target, noisy(plain), new=20, **ragged())
 
 
-@pytest.mark.xfail(strict=True, reason="the verdict is kept per model object, through changes of weights and dtype")
 def test_verdict_does_not_outlive_the_weights():
     """With weights as initialised nothing depends on positions to 1e-3 and the check passes; after training (here:
     load_state_dict) the same object is trusted, and its text is wrong. RoFormer is one that the check refuses."""
@@ -157,10 +154,9 @@ def test_verdict_does_not_outlive_the_weights():
     assert_plain_text(target, draft, **ragged())
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="enable() takes models without a head; no logits then")
 @pytest.mark.parametrize("is_headless", [True, False])
 def test_draft_without_a_head(is_headless):
-    """`AutoModel.from_pretrained` in place of AutoModelForCausalLM is a common slip: refuse it at enable(), or go on."""
+    """`AutoModel.from_pretrained` in place of AutoModelForCausalLM is a common slip: refuse it or go on."""
     from transformers import LlamaForSequenceClassification
 
     target = llama()
@@ -188,22 +184,20 @@ def test_text_only_call_of_a_multimodal_class_speculates():
     assert report.reason is None, report.reason
 
 
-@pytest.mark.xfail(strict=True, reason="the draft's kept keys are inference tensors and are written in place")
 def test_cache_from_inference_mode_used_outside_it():
     """Turn one inside torch.inference_mode, turn two outside: plain works; the draft fails and drafts nothing."""
     target = llama()
     cache = DynamicCache(config=target.config)
     with hf_specdec.enable(target, noisy(target)):
         with torch.inference_mode():
-            first = target.generate(**ragged(1), max_new_tokens=10, do_sample=False, past_key_values=cache)
+            first = target.generate(**ragged(1), max_new_tokens=10, do_sample=False, **{cache_keyword(target): cache})
         more = torch.cat([first, first[:, :2]], dim=1)
-        target.generate(more, max_new_tokens=10, do_sample=False, past_key_values=cache)
+        target.generate(more, max_new_tokens=10, do_sample=False, **{cache_keyword(target): cache})
         report = hf_specdec.report(target)
     assert not report.notes, report.notes
     assert report.drafted > 0
 
 
-@pytest.mark.xfail(strict=True, reason="catch-up feeds rows at the end of their context positions past it")
 def test_draft_at_the_end_of_learned_positions_is_not_called_broken():
     """Text is right, but the note says that the draft failed (IndexError) where its context ended for one row."""
     torch.manual_seed(0)

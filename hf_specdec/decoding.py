@@ -15,12 +15,12 @@ The host reads one packed integer tensor per step. All randomness enters as unif
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_specdec import sampling
+from hf_specdec.coins import Coins
 from hf_specdec.drafters.base import Draft, Drafter, DraftFailure
 from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.emission import Emission
@@ -29,47 +29,15 @@ from hf_specdec.host.processors import BlockProcessors
 from hf_specdec.host.target import TargetModel
 from hf_specdec.sequence import Sequence
 from hf_specdec.statistics import SpeculationCounters
-from hf_specdec.steps import commit, pack
+from hf_specdec.steps import Committed, commit, pack
 from hf_specdec.timing import StepTimer
 from hf_specdec.verification import Verdict, Verifier, verify_greedy
 
-__all__ = ["Coins", "SpeculativeCall", "first_tokens", "speculative_sampling"]
-
-COIN_STEPS, COIN_SLOTS = 16, 32  # drawn at once: steps, and slots of a row for drafting and as many for verification
+__all__ = ["SpeculativeCall", "TargetNaN", "first_tokens", "speculative_sampling"]
 
 
 class TargetNaN(RuntimeError):
     """The target's processed scores hold NaN where a token has to be drawn."""
-
-
-class Coins:
-    """Uniforms in [0, 1), keyed by step, row and slot: K for drafting, K + 1 for the verification of a step.
-
-    A step's coins depend on the steps before it by their number only, not by what they drafted: a call can be replayed.
-
-    Args:
-        batch: rows.
-        device: where draws happen; the default generator of that device is used, as plain sampling does.
-        is_drawn: False gives zeros and leaves the generator alone, as plain greedy decoding does.
-    """
-
-    def __init__(self, batch: int, device: torch.device, is_drawn: bool = True) -> None:
-        self._shape, self._device = (COIN_STEPS, batch, 2 * COIN_SLOTS + 2), device
-        self._make = torch.rand if is_drawn else torch.zeros
-        self._block, self._step = torch.empty(0), COIN_STEPS
-
-    def next(self, draft_length: int) -> tuple[Tensor, Tensor]:
-        """float64 ([batch, draft_length], [batch, draft_length + 1]) for a step that drafts `draft_length` tokens."""
-        if self._step == COIN_STEPS:
-            self._block, self._step = self._make(self._shape, dtype=torch.float64, device=self._device), 0
-        draft, verify, last, spare = self._block[self._step].split([COIN_SLOTS, COIN_SLOTS, 1, 1], dim=1)
-        self._step += 1
-        if draft_length > COIN_SLOTS:  # long drafts are rare: the rest comes from a generator of the step's own
-            generator = torch.Generator(self._device).manual_seed(int(spare[0] * 2**53))
-            shape = (2, len(spare), draft_length - COIN_SLOTS)
-            more = torch.rand(shape, generator=generator, dtype=torch.float64, device=self._device)
-            draft, verify = torch.cat([draft, more[0]], dim=1), torch.cat([verify, more[1]], dim=1)
-        return draft[:, :draft_length], torch.cat([verify[:, :draft_length], last], dim=1)
 
 
 @dataclass
@@ -115,6 +83,20 @@ class SpeculativeCall:
             self.counters.note("Drafting ended where the draft's context did.")
         return max(0, min(asked, remaining - 1, room))
 
+    def commit(self, draft_ids: Tensor, verdict: Verdict) -> Committed:
+        """Write what `verdict` keeps of `draft_ids` [batch, draft], and its next token, into the text."""
+        sequence = self.sequence
+        return commit(
+            sequence.ids,
+            sequence.lengths,
+            sequence.is_finished,
+            draft_ids,
+            verdict.num_accepted,
+            verdict.next_ids,
+            self.criteria.eos_ids,
+            sequence.limits(),
+        )
+
 
 def speculative_sampling(call: SpeculativeCall) -> None:
     """Run steps until `call.emission.is_done`."""
@@ -135,16 +117,7 @@ def speculative_sampling(call: SpeculativeCall) -> None:
         timer.mark("scored")
         scores = logits if call.processors is None else call.processors(logits, sequence, 0, real)
         verdict, is_nan = decide(call, scores, draft, verify_coins)
-        committed = commit(
-            sequence.ids,
-            sequence.lengths,
-            sequence.is_finished,
-            draft.token_ids,
-            verdict.num_accepted,
-            verdict.next_ids,
-            call.criteria.eos_ids,
-            sequence.limits(),
-        )
+        committed = call.commit(draft.token_ids, verdict)
         hits = call.criteria.stop_string_hits(sequence, width + 1)
         read = read_step(committed, verdict, draft, is_nan, hits)
         timer.mark("committed")
@@ -171,9 +144,8 @@ def speculative_sampling(call: SpeculativeCall) -> None:
 def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
     """The drafter's proposal, cut at each row's limit; nothing where there is nothing to draft or the draft fails."""
     sequence = call.sequence
-    nothing = Draft(sequence.ids.new_zeros((sequence.batch, 0)), None, torch.zeros_like(sequence.lengths))
     if width == 0 or call.drafter is None:
-        return nothing
+        return Draft.nothing(sequence)
     try:
         draft = call.drafter.propose(sequence, width, coins)
     except Exception as failure:  # whatever a drafter may raise; an error of a processor is the caller's to see
@@ -181,7 +153,7 @@ def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
             raise
         what = str(failure) if isinstance(failure, DraftFailure) else f"{type(failure).__name__}: {failure}"
         drop_draft(call, f"the draft failed ({what})")
-        return nothing
+        return Draft.nothing(sequence)
     if call.processors is not None:  # they look for each position's own prefix in the scratch
         sequence.write(0, draft.token_ids)
     room = (sequence.limits() - sequence.lengths - 1).clamp(0, width)
@@ -228,7 +200,9 @@ class StepRead:
     stop_hits: list[int] | None
 
 
-def read_step(committed: Any, verdict: Verdict, draft: Draft, is_nan: Tensor | None, hits: Tensor | None) -> StepRead:
+def read_step(
+    committed: Committed, verdict: Verdict, draft: Draft, is_nan: Tensor | None, hits: Tensor | None
+) -> StepRead:
     """The step's one host read."""
     no = torch.zeros_like(committed.num_emitted)
     packed = pack(
@@ -283,21 +257,10 @@ def roll_back(call: SpeculativeCall, num_emitted: Tensor, counts: list[int]) -> 
 
 def first_tokens(call: SpeculativeCall, scores: Tensor) -> None:
     """Choose every row's first token from the prefill's processed `scores` [batch, vocab] and commit it."""
-    sequence = call.sequence
-    nothing = Draft(sequence.ids.new_zeros((sequence.batch, 0)), None, torch.zeros_like(sequence.lengths))
+    nothing = Draft.nothing(call.sequence)
     verdict, is_nan = decide(call, scores[:, None], nothing, call.coins.next(0)[1])
-    limits = sequence.limits()
-    committed = commit(
-        sequence.ids,
-        sequence.lengths,
-        sequence.is_finished,
-        nothing.token_ids,
-        verdict.num_accepted,
-        verdict.next_ids,
-        call.criteria.eos_ids,
-        limits,
-    )
-    read = read_step(committed, verdict, nothing, is_nan, call.criteria.stop_string_hits(sequence, 1))
+    committed = call.commit(nothing.token_ids, verdict)
+    read = read_step(committed, verdict, nothing, is_nan, call.criteria.stop_string_hits(call.sequence, 1))
     check_for_nan(call, read)
     call.emission.advance(read.new_tokens, read.ended, read.stop_hits)
     roll_back(call, committed.num_emitted, [len(tokens) for tokens in read.new_tokens])

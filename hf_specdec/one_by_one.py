@@ -15,7 +15,6 @@ from torch import Tensor
 from hf_specdec import sampling
 from hf_specdec.decoding import SpeculativeCall, check_for_nan, propose, read_step, roll_back
 from hf_specdec.drafters.base import Draft
-from hf_specdec.steps import commit
 from hf_specdec.timing import StepTimer
 from hf_specdec.verification import StandardVerifier, Verdict, verify_greedy
 
@@ -65,18 +64,9 @@ def _walk(
         verdict, is_nan = _judge(call, scores, draft, position, position < num_drafted, coins)
         is_kept = bool(verdict.num_accepted[0])
         token = draft.token_ids[:, position] if is_kept else verdict.next_ids
-        nothing = Draft(sequence.ids.new_zeros((1, 0)), None, torch.zeros_like(sequence.lengths), draft.is_broken)
+        nothing = Draft.nothing(sequence)
         alone = Verdict(torch.zeros_like(verdict.num_accepted), token, verdict.accept_probs[:, :0])
-        committed = commit(
-            sequence.ids,
-            sequence.lengths,
-            sequence.is_finished,
-            nothing.token_ids,
-            alone.num_accepted,
-            token,
-            call.criteria.eos_ids,
-            sequence.limits(),
-        )
+        committed = call.commit(nothing.token_ids, alone)
         read = read_step(committed, alone, nothing, is_nan, call.criteria.stop_string_hits(sequence, 1))
         check_for_nan(call, read)
         if not call.recorder.is_idle:

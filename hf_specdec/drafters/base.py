@@ -9,9 +9,10 @@ To add one: subclass `Drafter`, implement `propose`, `hf_specdec.register_drafte
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
@@ -41,6 +42,11 @@ class Draft:
     lengths: Tensor
     is_broken: Tensor | None = None
 
+    @classmethod
+    def nothing(cls, sequence: Sequence) -> "Draft":
+        """No proposal for any row."""
+        return cls(sequence.ids.new_zeros((sequence.batch, 0)), None, torch.zeros_like(sequence.lengths))
+
 
 @dataclass(frozen=True)
 class DraftRequest:
@@ -52,8 +58,7 @@ class DraftRequest:
         model: the draft model, None for drafters without one.
         padding_mask: int64 [batch, seq] of the prompt, 0 on padding; None if there is none.
         history_ids: int64 [batch, past] ids that a handed-over cache already holds before the prompt's first column;
-        None if
-            there are none or they are not known.
+            None if there are none or they are not known.
         is_sampling: whether tokens are drawn (True) or chosen greedily.
         eos_ids: int64 [num_eos] or None; drafting ends after one of them.
         process: the call's position-wise logits processors: ``process(scores [batch, 1, vocab], sequence, first)`` →
@@ -74,7 +79,6 @@ class DraftRequest:
     vocab_size: int = 0
     prefill_chunk_size: int | None = None
     resume: Any = None
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Drafter(ABC):
@@ -104,15 +108,17 @@ class Drafter(ABC):
 
         Args:
             sequence: the text; scratch beyond each row's length may be written.
-            draft_length: width of the result.
+            draft_length: width of the result at most.
             uniforms: float64 [batch, draft_length], one coin per row and drafted token, on `sequence.device`.
 
         Raises:
-            DraftFailure: the draft cannot go on.
+            DraftFailure: the draft cannot go on. Any other exception is taken for one too, unless a logits processor
+                of the call raised it.
         """
 
     def max_draft_length(self, sequence: Sequence) -> int:
-        """Most tokens that may be drafted now (a draft with a short context says less); default: no limit."""
+        """Most tokens that may be drafted now (a draft with a short context says less); default: no limit. Asked once
+        at the beginning of every step, also of one that drafts nothing."""
         return 1 << 30
 
     def keep(self) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.coins import Coins
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding import Coins, SpeculativeCall, first_tokens, speculative_sampling
+from hf_specdec.decoding import SpeculativeCall, first_tokens, speculative_sampling
 from hf_specdec.drafters import Drafter, DraftRequest
 from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories

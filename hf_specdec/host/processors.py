@@ -10,8 +10,8 @@ lengths).
 * *exact calls*: one call per row and position on that very prefix, for the rest of the position-wise ones.
 
 A processor is position-wise if it stands in a table here or says so (`position_wise = True`): called twice on the
-same ids it answers the same. Others keep state or are not known: `why_not_position_wise` names them, and plain decoding
-runs.
+same ids it answers the same. Others keep state or are not known: one row is then verified token by token
+(`one_by_one`), several rows decode plainly.
 """
 
 from collections.abc import Callable
@@ -181,10 +181,10 @@ class BlockProcessors:
         self.processors, self._eos_ids = list(processors), eos_ids
         self.raised: Exception | None = None  # a processor's last error, never to be taken for one of the draft
         kinds = [type(processor) for processor in self.processors]
-        exact = (*FLAT, *VECTORISED)
+        without_prefixes = (*FLAT, *VECTORISED)
         #: whether some processor is called with real prefixes: then the host must know which positions are real
-        self.needs_prefixes = any(kind not in exact for kind in kinds)
-        of_caller = [kind for kind in kinds if kind not in exact and kind not in EXACT_CALLS]
+        self.needs_prefixes = any(kind not in without_prefixes for kind in kinds)
+        of_caller = [kind for kind in kinds if kind not in without_prefixes and kind not in EXACT_CALLS]
         self._asks_caller = bool(of_caller) or logits_process.PrefixConstrainedLogitsProcessor in kinds
 
     def __call__(self, scores: Tensor, sequence: Sequence, first: int = 0, real: Rows[int] | None = None) -> Tensor:

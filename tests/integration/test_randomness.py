@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
 import hf_specdec
-from hf_specdec.decoding import Coins
+from hf_specdec.coins import Coins
 from hf_specdec.drafters import DraftFailure
 from hf_specdec.drafters.model import ModelDrafter
 from hf_specdec.registry import DRAFTERS

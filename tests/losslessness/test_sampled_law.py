@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 import hf_specdec
-from hf_specdec.decoding import Coins
+from hf_specdec.coins import Coins
 from hf_specdec.registry import VERIFIERS
 from hf_specdec.verification import BlockVerifier, StandardVerifier
 from tests.losslessness import tiny_pairs

@@ -58,7 +58,25 @@ OTHERS = {
         "a bfloat16 draft": Case(rule, 4, COMBINED, draft="bfloat16"),
     }.items()
 }
-CASES = GRID | OTHERS
+# Every other processor that changes the law, each under both rules.
+EVERY_PROCESSOR = {
+    f"{name}-{rule}": Case(rule, 2, options)
+    for rule in RULES
+    for name, options in (
+        ("typical", {"typical_p": 0.8}),
+        ("epsilon", {"epsilon_cutoff": 0.05}),
+        ("eta", {"eta_cutoff": 0.05}),
+        ("top-h", {"top_h": 0.7}),
+        ("no repeated n-gram", {"no_repeat_ngram_size": 2}),
+        ("bad words", {"bad_words_ids": [[3], [1, 2]]}),
+        ("sequence bias", {"sequence_bias": [[[2], 1.5], [[1, 3], -2.0]]}),
+        ("suppressed", {"suppress_tokens": [4]}),
+        ("suppressed at the beginning", {"begin_suppress_tokens": [1]}),
+        ("encoder repetition penalty", {"encoder_repetition_penalty": 1.5}),
+        ("renormalised", {"renormalize_logits": True, "temperature": 0.7}),
+    )
+}
+CASES = GRID | OTHERS | EVERY_PROCESSOR
 REJECT_BELOW = FALSE_FAIL_RATE / len(CASES)
 # One cell of the grid per rule and processor stays fast, each draft length equally often.
 FAST_CELLS = {
@@ -88,7 +106,9 @@ def law_p_value(case: Case) -> float:
     return p_value(samples)
 
 
-@pytest.mark.parametrize("name", [*GRID_PARAMETERS, *OTHERS])
+@pytest.mark.parametrize(
+    "name", [*GRID_PARAMETERS, *OTHERS, *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY_PROCESSOR)]
+)
 def test_texts_have_the_law_of_plain_sampling(name):
     samples, report = sample(CASES[name], NUM_ROWS, SEED)
     assert 0.2 <= report.acceptance_rate <= 0.8, str(report)

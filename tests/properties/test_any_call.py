@@ -23,7 +23,7 @@ class Columns(BaseStreamer):
         self.ends += 1
 
 
-class StopsAfterTwo(StoppingCriteria):
+class StopsAtIds(StoppingCriteria):
     """A row ends when its last id is one of `ids`; remembers what it was asked."""
 
     def __init__(self, ids):
@@ -65,7 +65,9 @@ def observed(decode, call):
     streamer, given = Columns(), dict(call["options"])
     if "exponential_decay_length_penalty" in given and "eos_token_id" not in given:
         given.pop("exponential_decay_length_penalty")  # it has no end to hurry to
-    criterion = StopsAfterTwo(call["stops"]) if call["stops"] else None
+    if "min_new_tokens" in given:  # more than the maximum would only be warned about
+        given["min_new_tokens"] = min(given["min_new_tokens"], given["max_new_tokens"])
+    criterion = StopsAtIds(call["stops"]) if call["stops"] else None
     if criterion is not None:
         given["stopping_criteria"] = StoppingCriteriaList([criterion])
     text = decode(streamer=streamer, **prompts(call["lengths"]), **given)

@@ -34,7 +34,8 @@ class SpeculativeConfig:
         method: name of a registered drafter.
         model: the draft: a Hub id or a folder. None: the model bound by `enable`, or `assistant_model`.
         revision: branch, tag or commit of `model` on the Hub.
-        num_speculative_tokens: tokens drafted in every step (K, at least 1), shorter only at limits; or "auto".
+        num_speculative_tokens: tokens drafted in every step (K, at least 1), shorter only at limits; "auto" is 4 until
+            draft lengths are chosen from measured costs.
         draft_lengths: K of the call's first steps, one per step, 0 drafts nothing; then `num_speculative_tokens`
             holds. A report's `draft_lengths`, given with its call and seed, replays that call bit for bit.
         deterministic: K never follows measured times, so that one seed gives one text. An integer K never does.

@@ -20,7 +20,7 @@ def serve(
         typer.Option(help="Hub id or folder of the draft; by default what the checkpoint's generation_config names."),
     ] = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens drafted in every step; by default the plugin chooses.")
+        int | None, typer.Option(min=1, help="Tokens drafted in every step; 4 by default.")
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="How drafts are made, e.g. 'base' for a model with adapters.")

@@ -182,10 +182,10 @@ class BlockProcessors:
         self.raised: Exception | None = None  # a processor's last error, never to be taken for one of the draft
         kinds = [type(processor) for processor in self.processors]
         without_prefixes = (*FLAT, *VECTORISED)
-        #: whether some processor is called with real prefixes: then the host must know which positions are real
-        self.needs_prefixes = any(kind not in without_prefixes for kind in kinds)
         of_caller = [kind for kind in kinds if kind not in without_prefixes and kind not in EXACT_CALLS]
-        self._asks_caller = bool(of_caller) or logits_process.PrefixConstrainedLogitsProcessor in kinds
+        #: whether code of the caller's own is asked: then the host must know which positions are real (another read);
+        #: transformers' own processors answer for scratch that holds anything, and nobody looks at it
+        self.needs_prefixes = bool(of_caller) or logits_process.PrefixConstrainedLogitsProcessor in kinds
 
     def __call__(self, scores: Tensor, sequence: Sequence, first: int = 0, real: Rows[int] | None = None) -> Tensor:
         """Processed scores.
@@ -199,7 +199,7 @@ class BlockProcessors:
         width = scores.shape[1]
         if real is None:
             real = [0 if is_done else width for is_done in sequence.finished]
-        if self._asks_caller:
+        if self.needs_prefixes:
             real = self._before_ends(sequence, first, real)
         try:
             return self._processed(scores, sequence, first, real)

@@ -309,13 +309,15 @@ def test_positions_without_meaning_may_hold_anything(name):
     torch.testing.assert_close(actual[2], expected[2], rtol=0, atol=0)
 
 
-def test_only_processors_that_look_at_ids_need_the_host_to_know_prefixes():
+def test_only_code_of_the_callers_own_needs_the_host_to_know_prefixes():
     flat = LogitsProcessorList(
         [logits_process.TopKLogitsWarper(5), logits_process.RepetitionPenaltyLogitsProcessor(1.2)]
     )
     exact = LogitsProcessorList([logits_process.ForcedBOSTokenLogitsProcessor(1)])
+    asked = LogitsProcessorList([logits_process.PrefixConstrainedLogitsProcessor(lambda _, ids: [1], 1)])
     assert not BlockProcessors(flat).needs_prefixes
-    assert BlockProcessors(exact).needs_prefixes
+    assert not BlockProcessors(exact).needs_prefixes
+    assert BlockProcessors(asked).needs_prefixes
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -256,6 +256,7 @@ class Broken(LlamaForCausalLM):
     """Gives NaN, or raises, from its `after`-th forward on."""
 
     after, fault, calls = 0, "nan", 0
+    __module__ = LlamaForCausalLM.__module__  # breaks in mid-call: it passes for the family, which is not tried first
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)

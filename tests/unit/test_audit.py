@@ -217,6 +217,8 @@ def test_drafter_with_randomness_of_its_own_fails_the_replay(rigged):
 class WidthMatters(LlamaForCausalLM):
     """A block of several tokens gives other scores than one token: what a wrong mask does."""
 
+    __module__ = LlamaForCausalLM.__module__  # passes for the family, which is not tried before it is trusted
+
     def forward(self, input_ids=None, **kwargs):
         output = super().forward(input_ids=input_ids, **kwargs)
         if 1 < input_ids.shape[1] <= 4:

@@ -8,6 +8,7 @@ from transformers import (
     CLIPVisionConfig,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
     Llama4ForCausalLM,
@@ -169,7 +170,11 @@ def test_draft_without_a_head(is_headless):
         target.generate(**ragged(), max_new_tokens=5, do_sample=False)
 
 
-@pytest.mark.xfail(strict=True, reason="generate() passes every multimodal class an empty mm_encoder_outputs")
+@pytest.mark.xfail(
+    hasattr(GenerationMixin, "_supports_mm_encoder_outputs"),  # 5.17 does not pass it
+    strict=True,
+    reason="generate() passes every multimodal class an empty mm_encoder_outputs",
+)
 def test_text_only_call_of_a_multimodal_class_speculates():
     """Gemma3, Mistral3, Qwen-VL, Llava …: `mm_encoder_outputs={}` in a text-only call is taken for an input."""
     vision = CLIPVisionConfig(

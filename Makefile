@@ -8,7 +8,7 @@
 
 PYTHON ?= python3
 PAIR ?= smollm2
-# May carry pip options, e.g. TORCH='torch==2.13.0 --index-url …' for another build.
+# May carry pip options, for another build.
 TORCH ?= torch==2.13.0
 WORKERS ?= 2
 OLDEST ?= 5.17.0

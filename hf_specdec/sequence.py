@@ -24,6 +24,10 @@ class Sequence:
     Args:
         prompt_ids: int64 [batch, seq], left-padded.
         max_length: columns after which every row ends (None: no limit).
+
+    Attributes:
+        new_tokens: per row, the ids committed after the prompt, on the host. Lists that only grow, but for a row that
+            ended: it may give back its last ones.
     """
 
     def __init__(self, prompt_ids: SeqIds, max_length: int | None) -> None:
@@ -36,6 +40,7 @@ class Sequence:
         self.set_lengths([seq] * batch)
         self.is_finished = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.finished = [False] * batch
+        self.new_tokens: list[list[int]] = [[] for _ in range(batch)]
 
     @property
     def batch(self) -> int:

@@ -47,6 +47,9 @@ class Verdict(NamedTuple):
     """The token after them: resampled after a rejection, else the bonus."""
     accept_probs: Float[Tensor, "batch draft"]
     """min(1, p / q) of each drafted token, float64; 0 beyond the row's draft length and where p or q is NaN."""
+    survival_probs: Float[Tensor, "batch draft"] | None = None
+    """Probability, given the draft, that at least its first i tokens stay, float64; None: the product of `accept_probs`
+    up to i, which is what it is for a rule that goes token by token."""
 
 
 class Verifier(ABC):
@@ -121,7 +124,8 @@ class BlockVerifier(Verifier):
         num_accepted = functional.pad(positions * is_kept, (1, 0)).amax(dim=1)
         scale = functional.pad(prefix_probs, (1, 0), value=1.0).gather(1, num_accepted.unsqueeze(1)).squeeze(1)
         next_ids = _draw_next(target_probs, draft_probs, draft_ids, draft_lengths, uniforms, num_accepted, scale)
-        return Verdict(num_accepted, next_ids, _accept_probs(target_at, draft_at, is_drafted))
+        survival = torch.where(is_drafted, prefix_probs, 0.0).nan_to_num(nan=0.0)  # Sun et al. 2024, Lemma 3
+        return Verdict(num_accepted, next_ids, _accept_probs(target_at, draft_at, is_drafted), survival)
 
 
 def verify_greedy(target_ids: VerifyIds, draft_ids: DraftIds, draft_lengths: BatchInts) -> Verdict:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.draft_length import DraftPlan, Offer
 from hf_specdec.sequence import Sequence
 
-__all__ = ["Draft", "DraftFailure", "DraftRequest", "Drafter"]
+__all__ = ["Draft", "DraftFailure", "DraftPlan", "DraftRequest", "Drafter", "Offer"]
 
 
 class DraftFailure(RuntimeError):
@@ -88,11 +89,15 @@ class Drafter(ABC):
         needs_model: whether a draft model has to be found.
         has_probs: whether `Draft.probs` is given when sampling (else tokens are point masses).
         changes_target: whether drafting changes the target for a while; calls on one target then take turns.
+        is_free: whether drafting needs no forward of any model.
+        prior: acceptance expected of its tokens before anything was measured.
     """
 
     needs_model: ClassVar[bool] = False
     has_probs: ClassVar[bool] = False
     changes_target: ClassVar[bool] = False
+    is_free: ClassVar[bool] = False
+    prior: ClassVar[float] = 0.6
 
     def __init__(self, request: DraftRequest) -> None:
         self.request = request
@@ -101,6 +106,27 @@ class Drafter(ABC):
     def why_unfit(cls, target: Any) -> str | None:
         """The reason why this drafter cannot draft for `target` at all, or None."""
         return None
+
+    @property
+    def parts(self) -> "list[Drafter]":
+        """The drafters among which each row's is chosen: this one alone, except where several are put together."""
+        return [self]
+
+    def offers(self, sequence: Sequence, limit: int) -> list[Offer]:
+        """What could be proposed now, one entry per row and at most `limit` tokens each; known before anything is
+        drafted or drawn. Default: as much as may be asked."""
+        return [Offer(limit, self.request.config.method, self.prior)] * sequence.batch
+
+    def debt(self, sequence: Sequence) -> int:
+        """Tokens, all rows together, that have to be read before the next draft; default: none."""
+        return 0
+
+    def prepare(self, sequence: Sequence, plan: DraftPlan) -> None:
+        """Read what has to be read for the step's draft. Called once before `propose`, and timed apart from it.
+
+        Raises:
+            DraftFailure: as `propose`.
+        """
 
     @abstractmethod
     def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
@@ -124,3 +150,6 @@ class Drafter(ABC):
     def keep(self) -> Any:
         """State worth keeping beside the returned cache for a later turn; None if there is none."""
         return None
+
+    def close(self, sequence: Sequence) -> None:
+        """The call ends, whatever happened in it; `sequence` is its text. Always called, once."""

@@ -46,7 +46,7 @@ class Emission:
         self.lengths = list(sequence.host_lengths)
         self._seen = sequence.ids[:, : sequence.prompt_length]  # what criteria of the caller's own have been shown
         self._num_dropped = 0
-        self.tokens: list[list[int]] = [[] for _ in range(sequence.batch)]
+        self.tokens = sequence.new_tokens
         self.stopped_at: list[int | None] = [None] * sequence.batch
         self.released = sequence.prompt_length
         self.is_done = False

@@ -1,0 +1,280 @@
+"""K from what the machine in front of us costs and how much of the drafts is kept, measured in the calls themselves.
+
+Before each step the expected speed of every K is computed from `StepCosts` and `AcceptanceRecord`s, and the fastest is
+taken. What that needs to be right:
+
+* *Opening.* A pair that was never seen starts from the models' sizes. The first step of a call is not timed (it takes the
+  cache over); then the plain pass (K = 0) is measured twice.
+* *Exploring.* A count of rows that was never tried takes at least as long as the next smaller one. While that bound
+  promises a faster K, it is tried once; each count is tried once only, so the regret is bounded.
+* *Standing aside and probing.* Where K = 0 is fastest nothing is drafted, and nothing is learnt; so after a while one
+  step drafts again. Each probe that did not pay doubles the distance to the next, until probing costs `PROBE_SHARE` of
+  the time; a probe that paid is followed by another.
+* *Reading.* A draft that has not read the text yet (its prefill, or what was written while others drafted) is charged for
+  it over the tokens that are still to come.
+
+All of it outlives the call in a `PairKnowledge`. Knows nothing of tensors, models or caches; seconds come in as numbers.
+"""
+
+from dataclasses import dataclass, field
+from typing import final
+
+from hf_specdec.acceptance import AcceptanceRecord
+from hf_specdec.costs import StepCosts
+from hf_specdec.draft_length import DraftPlan, LengthChoice, Sources, StepOutcome, StepState, by_record
+
+__all__ = ["MeasuredLength", "PairKnowledge"]
+
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+FIRST_DISTANCE = 6
+"""Steps until the first probe, at least, …"""
+FIRST_SHARE = 0.06
+"""… and so many that the first probe costs this share of them."""
+PROBE_SHARE = 0.01
+EXPLORE_GAIN = 1.05
+KEPT_AT_BEST = 0.95
+NUM_PLAIN = 2
+"""Plain passes measured before K = 0 is compared with anything."""
+
+
+@dataclass
+class PairKnowledge:
+    """What is remembered of one target and draft, for one batch size and length of text.
+
+    Attributes:
+        costs: seconds.
+        records: acceptance by kind of draft.
+        distances: per drafter, steps between probes.
+    """
+
+    costs: StepCosts = field(default_factory=StepCosts)
+    records: dict[str, AcceptanceRecord] = field(default_factory=dict)
+    distances: dict[int, int] = field(default_factory=dict)
+
+    def begin_call(self) -> None:
+        """What other calls taught counts less than what this one will."""
+        self.costs.age()
+        for record in self.records.values():
+            record.fade()
+
+
+@dataclass
+class _Totals:
+    """Sums over the call's steps, for the prediction and what came of it."""
+
+    expected_tokens: float = 0.0
+    expected_seconds: float = 0.0
+    emitted: int = 0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    drafting_steps: int = 0
+    drafted: int = 0
+
+
+@final
+class MeasuredLength(LengthChoice):
+    """The fastest K by measurement.
+
+    Args:
+        knowledge: of this pair, updated in place.
+        read_guess: seconds per token that the draft reads, until it has read any.
+    """
+
+    learns = True
+
+    def __init__(self, knowledge: PairKnowledge, read_guess: float = 0.0) -> None:
+        self.knowledge, self._read_guess = knowledge, read_guess
+        self._num_steps = 0
+        self._idle: dict[int, int] = {}
+        self._probed: int | None = None  # the part that the last step probed
+        self._has_paid = False
+        self.totals = _Totals()
+        knowledge.begin_call()
+
+    # ------------------------------------------------------------------------------------------------- choosing
+
+    def choose(self, state: StepState, sources: Sources) -> int:
+        """See `LengthChoice.choose`."""
+        self._num_steps += 1
+        self._cost_guess = sources.cost_coefficient
+        probed, self._probed = self._probed, None
+        plans = {plan.length: plan for plan in (sources.plan(state, length) for length in self._lengths(state))}
+        if self._wants_plain(state):
+            return 0
+        rates = {length: self._rate(state, plan) for length, plan in plans.items()}
+        best = max(rates, key=lambda length: rates[length])
+        tried = self._worth_trying(state, plans, rates[best])
+        if tried is not None:
+            return tried
+        if best:
+            self._used(plans[best])
+            return best
+        return self._probe(state, plans, probed)
+
+    def _lengths(self, state: StepState) -> list[int]:
+        """What may be drafted: not much more than was tried before."""
+        widest = self.knowledge.costs.verify.largest // state.batch - 1
+        most = min(state.limit, max(4, 2 * widest))
+        return [length for length in LENGTHS if length <= most] if most else [0]
+
+    def _wants_plain(self, state: StepState) -> bool:
+        verify = self.knowledge.costs.verify
+        return self._num_steps > 2 and verify.num_observations(state.batch) < NUM_PLAIN and not verify.is_empty
+
+    def _worth_trying(self, state: StepState, plans: dict[int, DraftPlan], best_rate: float) -> int | None:
+        """A K whose pass was never timed and which may be faster than the best one known."""
+        verify = self.knowledge.costs.verify
+        if verify.is_empty:
+            return None
+        promising = {
+            length: rate
+            for length, plan in plans.items()
+            if length
+            and not verify.num_observations(state.batch * (length + 1))
+            and (rate := self._rate(state, plan, is_lower_bound=True)) > EXPLORE_GAIN * best_rate
+        }
+        return max(promising, key=lambda length: promising[length]) if promising else None
+
+    def _probe(self, state: StepState, plans: dict[int, DraftPlan], probed: int | None) -> int:
+        """K of a step in which nothing pays by what is known: 0, or a probe of a part that was idle for long."""
+        distances = self.knowledge.distances
+        if probed is not None and not self._has_paid:
+            distances[probed] = self._next_distance(state, probed, self._distance(state, probed))
+        for length, plan in sorted(plans.items()):
+            if not length:
+                continue
+            part = plan.parts[plan.lengths.index(length)]
+            self._idle[part] = self._idle.get(part, 0) + 1
+            is_due = self._idle[part] > self._distance(state, part) or (probed == part and self._has_paid)
+            if is_due and self._can_probe(state, part):
+                if self._idle[part] > 1:
+                    self._fade(state, plan)
+                self._idle[part] = 0
+                self._probed = part
+                return length
+            break
+        return 0
+
+    def _fade(self, state: StepState, plan: DraftPlan) -> None:
+        for row, (part, length) in enumerate(zip(plan.parts, plan.lengths, strict=True)):
+            record = self.knowledge.records.get(state.parts[part].offers[row].record) if length else None
+            if record is not None:
+                record.fade()
+
+    def _can_probe(self, state: StepState, part: int) -> bool:
+        """Whether the part would pay if nearly all its tokens were kept, with what it has to read first."""
+        plain, best = self._verify(state.batch), 0.0
+        for length in self._lengths(state)[1:]:
+            seconds = self._verify(state.batch * (length + 1), is_lower_bound=True)
+            if not state.parts[part].is_free:
+                seconds += self._draft(length, state.batch)
+            best = max(best, (1 + KEPT_AT_BEST * length) * plain / seconds)
+        saved = state.remaining * (1 - 1 / best) * plain if best > 1 else 0.0
+        return saved > 2 * self._read(state.parts[part].debt)
+
+    def _distance(self, state: StepState, part: int) -> int:
+        """Steps from one probe of `part` to the next."""
+        known = self.knowledge.distances.get(part)
+        return max(FIRST_DISTANCE, round(self._probe_cost(state, part) / FIRST_SHARE)) if known is None else known
+
+    def _next_distance(self, state: StepState, part: int, distance: int) -> int:
+        is_cheap = self._probe_cost(state, part) <= PROBE_SHARE * distance
+        return distance if is_cheap or self.knowledge.costs.verify.is_empty else 2 * distance
+
+    def _probe_cost(self, state: StepState, part: int) -> float:
+        """What a probe of one token takes beyond a plain step, in plain steps."""
+        plain = self._verify(state.batch)
+        extra = self._verify(2 * state.batch) - plain
+        if not state.parts[part].is_free:
+            extra += self._draft(1, state.batch) + self._read(state.batch)
+        return extra / plain
+
+    def _used(self, plan: DraftPlan) -> None:
+        for part, length in zip(plan.parts, plan.lengths, strict=True):
+            if length:
+                self._idle[part] = 0
+                self.knowledge.distances.pop(part, None)
+
+    # ------------------------------------------------------------------------------------------------- predicting
+
+    def _rate(self, state: StepState, plan: DraftPlan, is_lower_bound: bool = False) -> float:
+        """Expected tokens per second."""
+        tokens = self._tokens(state, plan)
+        return tokens / self._seconds(state, plan, tokens, is_lower_bound)
+
+    def _tokens(self, state: StepState, plan: DraftPlan) -> float:
+        tokens = float(state.num_running)
+        for row, (part, length) in enumerate(zip(plan.parts, plan.lengths, strict=True)):
+            if length:
+                offer = state.parts[part].offers[row]
+                record = self.knowledge.records.get(offer.record)
+                if record is None:
+                    record = self.knowledge.records[offer.record] = AcceptanceRecord(offer.prior)
+                tokens += record.expected(length)
+        return tokens
+
+    def _seconds(self, state: StepState, plan: DraftPlan, tokens: float, is_lower_bound: bool = False) -> float:
+        seconds = self._verify(state.batch * (plan.length + 1), is_lower_bound)
+        costly = {
+            part
+            for part, length in zip(plan.parts, plan.lengths, strict=True)
+            if length and not state.parts[part].is_free
+        }
+        for part in costly:
+            debt = state.parts[part].debt
+            seconds += self._draft(plan.length, state.batch)
+            # Spread over the tokens that it serves: at least this step's, at most those that were read.
+            served = max(tokens, min(float(debt), float(state.remaining * state.num_running)))
+            seconds += self._read(debt) * tokens / served
+        return seconds
+
+    def _verify(self, rows: int, is_lower_bound: bool = False) -> float:
+        curve = self.knowledge.costs.verify
+        if curve.is_empty:
+            return 1.0
+        return curve.least_seconds(rows) if is_lower_bound else curve.seconds(rows)
+
+    def _draft(self, length: int, batch: int) -> float:
+        curve = self.knowledge.costs.draft
+        return self._cost_guess * length * self._verify(batch) if curve.is_empty else curve.seconds(length)
+
+    def _read(self, tokens: int) -> float:
+        if not tokens:
+            return 0.0
+        costs = self.knowledge.costs
+        if costs.read.is_empty:
+            return self._read_guess * tokens
+        seconds = costs.read.seconds(tokens)
+        # A pass over few tokens is a pass over one, whatever a long prompt took.
+        return min(seconds, costs.draft.seconds(1) * tokens) if not costs.draft.is_empty else seconds
+
+    # ------------------------------------------------------------------------------------------------- learning
+
+    def learn(self, state: StepState, plan: DraftPlan, outcome: StepOutcome) -> None:
+        """See `LengthChoice.learn`."""
+        costs = self.knowledge.costs
+        if self._num_steps > 1:  # the first step takes the cache over: nobody pays for that again
+            costs.verify.add(state.batch * (plan.length + 1), outcome.verify_seconds)
+        served = {part for part, length in zip(plan.parts, plan.lengths, strict=True) if length}
+        if any(not state.parts[part].is_free for part in served):
+            debt = sum(state.parts[part].debt for part in served)
+            if debt:
+                costs.read.add(debt, outcome.read_seconds)
+            costs.draft.add(plan.length, outcome.draft_seconds)
+        for offer, rows in by_record(state, plan, outcome.survivals):
+            record = self.knowledge.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
+            record.update(rows)
+        seconds = outcome.read_seconds + outcome.draft_seconds + outcome.verify_seconds
+        plain = state.num_running / self._verify(state.batch)
+        self._has_paid = outcome.emitted / (seconds - outcome.read_seconds) > plain
+        self._sum_up(state, plan, outcome, seconds)
+
+    def _sum_up(self, state: StepState, plan: DraftPlan, outcome: StepOutcome, seconds: float) -> None:
+        totals, tokens = self.totals, self._tokens(state, plan)
+        totals.expected_tokens += tokens
+        totals.expected_seconds += self._seconds(state, plan, tokens) if not self.knowledge.costs.verify.is_empty else 0
+        totals.emitted += outcome.emitted
+        totals.seconds += seconds
+        totals.plain_seconds += self._verify(state.batch) * outcome.emitted / state.num_running
+        totals.drafting_steps += plan.length > 0
+        totals.drafted += plan.length

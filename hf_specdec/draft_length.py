@@ -1,0 +1,280 @@
+"""How many tokens a step drafts, and which drafter serves which row, decided before anything is drafted or drawn.
+
+    speed(K) = E[tokens](K) / (seconds of a target pass over batch x (K + 1) rows + seconds of drafting K tokens)
+
+K = 0 is a legal answer: the step is then plain decoding. Two decisions, kept apart so that a call can be replayed:
+
+* K comes from a `LengthChoice`: an order, a table fixed by shape, or measured costs and acceptance (`auto_length`). What
+  was chosen stands in `report.draft_lengths`, and the same list given as a schedule is followed.
+* Given K, `Sources` says which drafter serves each row. It knows the text of this call and the models' sizes only, no
+  time, so a schedule of K replays the whole call bit for bit.
+
+Whatever is decided here, the law of the text does not change: a decision sees committed tokens, times and acceptance,
+never a token that was drafted and could still be dropped. Knows nothing of tensors, models or caches.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from hf_specdec.acceptance import AcceptanceRecord
+
+__all__ = [
+    "ConstantLength",
+    "DraftPlan",
+    "LengthChoice",
+    "Offer",
+    "Part",
+    "Planner",
+    "Sources",
+    "StepOutcome",
+    "StepState",
+    "TableLength",
+]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter could propose for one row in the step that begins.
+
+    Attributes:
+        length: most tokens.
+        record: name of the acceptance record that the row's proposal belongs to.
+        prior: expected acceptance of a token before anything was measured.
+    """
+
+    length: int
+    record: str
+    prior: float = 0.6
+
+
+@dataclass(frozen=True)
+class Part:
+    """One drafter in the step that begins.
+
+    Attributes:
+        offers: one per running row.
+        is_free: drafting needs no forward of any model.
+        debt: tokens, all rows together, that it has to read before it can draft.
+    """
+
+    offers: list[Offer]
+    is_free: bool = False
+    debt: int = 0
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What is known when a step begins.
+
+    Attributes:
+        batch: rows of a target pass, finished ones included.
+        num_running: rows that still produce tokens.
+        limit: most tokens that any row may draft.
+        remaining: tokens that the longest-running row may still get.
+        parts: the drafters.
+    """
+
+    batch: int
+    num_running: int
+    limit: int
+    remaining: int
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """The decision.
+
+    Attributes:
+        length: K, the widest row's draft.
+        parts: per running row, the index of the part that serves it.
+        lengths: per running row, tokens to draft.
+    """
+
+    length: int
+    parts: list[int]
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What came of a step.
+
+    Attributes:
+        survivals: per running row, the probability that at least i drafted tokens stay, i = 1 … drafted.
+        emitted: tokens taken, all rows together.
+        read_seconds, draft_seconds, verify_seconds: of the draft's reading, of drafting, and of all that followed.
+    """
+
+    survivals: list[list[float]]
+    emitted: int
+    read_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+
+@final
+class Sources:
+    """Which part serves each row, given K: the one that is expected to keep most tokens, and a costly one only where it
+    pays by the models' sizes.
+
+    Args:
+        cost_coefficient: bytes of a draft pass ÷ bytes of a target pass; stands for c, since it does not vary.
+    """
+
+    def __init__(self, cost_coefficient: float) -> None:
+        self.cost_coefficient = cost_coefficient
+        self.records: dict[str, AcceptanceRecord] = {}
+
+    def plan(self, state: StepState, length: int) -> DraftPlan:
+        """The plan for a step of at most `length` drafted tokens. Asked for the length that came of it, it is the same
+        plan: that is what a replay asks for."""
+        while True:
+            plan = self._plan(state, length)
+            if plan.length == length:
+                return plan
+            length = plan.length
+
+    def _plan(self, state: StepState, length: int) -> DraftPlan:
+        if length == 0 or not state.parts:
+            return DraftPlan(0, [0] * state.num_running, [0] * state.num_running)
+        parts = self._without_costly(state, length)
+        if any(not part.is_free for part in state.parts):
+            best = self._best_of_all(state, length)
+            if self._pays(state, length, parts, best):
+                parts = best
+        lengths = [
+            min(length, state.limit, state.parts[part].offers[row].length) for row, part in enumerate(parts)
+        ]
+        return DraftPlan(max(lengths, default=0), parts, lengths)
+
+    def update(self, state: StepState, plan: DraftPlan, survivals: Sequence[Sequence[float]]) -> None:
+        """Learn from a step; same text, same records."""
+        for offer, rows in by_record(state, plan, survivals):
+            self._record(offer).update(rows)
+
+    def _record(self, offer: Offer) -> AcceptanceRecord:
+        return self.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
+
+    def _expected(self, state: StepState, part: int, row: int, length: int) -> float:
+        offer = state.parts[part].offers[row]
+        return self._record(offer).expected(min(length, offer.length))
+
+    def _without_costly(self, state: StepState, length: int) -> list[int]:
+        free = [index for index, part in enumerate(state.parts) if part.is_free] or [0]
+        return [max(free, key=lambda part: self._expected(state, part, row, length)) for row in range(state.num_running)]
+
+    def _best_of_all(self, state: StepState, length: int) -> list[int]:
+        every = range(len(state.parts))
+        return [
+            max(every, key=lambda part: self._expected(state, part, row, length)) for row in range(state.num_running)
+        ]
+
+    def _pays(self, state: StepState, length: int, without: list[int], best: list[int]) -> bool:
+        """Whether what a costly part adds is worth its forwards, counted in target passes."""
+        if all(not part.is_free for part in state.parts):
+            return True
+        tokens, tokens_without = (
+            state.num_running + sum(self._expected(state, part, row, length) for row, part in enumerate(parts))
+            for parts in (best, without)
+        )
+        return tokens > tokens_without * (1 + length * self.cost_coefficient)
+
+
+def by_record(
+    state: StepState, plan: DraftPlan, survivals: Sequence[Sequence[float]]
+) -> Iterable[tuple[Offer, list[Sequence[float]]]]:
+    """The step's rows that drafted something, grouped by the record they belong to."""
+    groups: dict[str, tuple[Offer, list[Sequence[float]]]] = {}
+    for row, survival in enumerate(survivals):
+        if len(survival):
+            offer = state.parts[plan.parts[row]].offers[row]
+            groups.setdefault(offer.record, (offer, []))[1].append(survival)
+    return groups.values()
+
+
+class LengthChoice(ABC):
+    """Chooses K."""
+
+    learns: bool = False
+    """Whether `learn` wants every step's outcome."""
+
+    @abstractmethod
+    def choose(self, state: StepState, sources: Sources) -> int:
+        """K of the step that begins, at most `state.limit`."""
+
+    def learn(self, state: StepState, plan: DraftPlan, outcome: StepOutcome) -> None:
+        """Take a step's outcome into account; nothing to learn by default."""
+
+    def decision(self, method: str) -> str:
+        """One line on what was decided and why; empty: nothing to say beyond the counts."""
+        return ""
+
+
+@final
+class ConstantLength(LengthChoice):
+    """An order: every step drafts `length` tokens, shorter only at limits."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def choose(self, state: StepState, sources: Sources) -> int:
+        """See `LengthChoice.choose`."""
+        return min(self.length, state.limit)
+
+
+@final
+class TableLength(LengthChoice):
+    """K by shape alone, for texts that one seed reproduces on any machine: a pass of at most 16 rows."""
+
+    ROWS, COSTLY, FREE = 16, 4, 8
+
+    def choose(self, state: StepState, sources: Sources) -> int:
+        """A free part may fill the pass; a draft with forwards of its own draws four tokens where they fit."""
+        fits = max(1, self.ROWS // state.batch - 1)
+        free = min(self.FREE, fits, state.limit)
+        plan = sources.plan(state, free)
+        if plan.length and all(state.parts[part].is_free for part in plan.parts):
+            return free
+        return min(self.COSTLY, fits, state.limit)
+
+
+@final
+class Planner:
+    """One call's decisions: a schedule first, then the choice.
+
+    Args:
+        choice: chooses K where the schedule says nothing.
+        sources: which drafter serves which row.
+        schedule: K of the first steps.
+        most: no step drafts more.
+        has_parts: whether more than one drafter may serve a row.
+
+    Attributes:
+        learns: whether every step's outcome is wanted.
+    """
+
+    def __init__(
+        self,
+        choice: LengthChoice,
+        sources: Sources,
+        schedule: Iterable[int] = (),
+        most: int = 1 << 30,
+        has_parts: bool = False,
+    ) -> None:
+        self.choice, self.sources, self.most = choice, sources, most
+        self._schedule = iter(schedule)
+        self.learns = choice.learns or has_parts
+
+    def plan(self, state: StepState) -> DraftPlan:
+        """The step's plan; to be asked once per step."""
+        asked = next(self._schedule, None)
+        length = self.choice.choose(state, self.sources) if asked is None else asked
+        return self.sources.plan(state, max(0, min(length, state.limit, self.most)))
+
+    def learn(self, state: StepState, plan: DraftPlan, outcome: StepOutcome) -> None:
+        """Take a step's outcome into account."""
+        self.sources.update(state, plan, outcome.survivals)
+        self.choice.learn(state, plan, outcome)

@@ -17,12 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_specdec.config_keys import clean_value, shown, validated
+from hf_specdec.config_keys import check_lookup, clean_value, shown, validated
 
 __all__ = ["DRAFT_KEYS", "Resolution", "SpeculativeConfig", "normalise", "resolve"]
 
 AUTO_DRAFT_LENGTH = 4
-DRAFT_KEYS = ("method", "model", "revision", "quantization", "dtype", "device")
+DRAFT_KEYS = (
+    "method",
+    "model",
+    "revision",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "quantization",
+    "dtype",
+    "device",
+)
 """Keys that describe the draft: naming `method` or `model` in a higher place drops all of them from below."""
 
 
@@ -42,6 +51,10 @@ class SpeculativeConfig:
         rejection_sample_method: name of a registered verifier; "block" accepts at least as many as "standard".
         on_inexact: for a target whose scores depend on what else is in a forward (`llm_int8_threshold` above 0):
             "speculate" and say so, or "plain".
+        prompt_lookup_min: of "ngram" and "suffix": least tokens of the n-gram that is looked up. Given without
+            `prompt_lookup_max`, that is at least as large; and the other way round.
+        prompt_lookup_max: of "ngram" and "suffix": most tokens of the n-gram that is looked up; of its occurrences the
+            one that matches furthest back is taken.
         quantization: of the draft: a method's name or a quantization config as a dict.
         dtype: of the draft: "auto" or the name of a torch dtype.
         device: of the draft: a torch device as a string, or the index of an accelerator.
@@ -58,6 +71,8 @@ class SpeculativeConfig:
     deterministic: bool = False
     rejection_sample_method: str = "block"
     on_inexact: Literal["speculate", "plain"] = "speculate"
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
     quantization: str | dict[str, Any] | None = None
     dtype: str | None = None
     device: str | int | None = None
@@ -74,6 +89,17 @@ class SpeculativeConfig:
             value = getattr(self, name)
             value = _DEFAULTS[name] if value is None else value
             object.__setattr__(self, name, None if value is None else clean_value(name, value))
+        self._settle_lookup()
+
+    def _settle_lookup(self) -> None:
+        """The end of the range of n that was not given follows the one that was."""
+        given: frozenset[str] = vars(self)["_given"]
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if "prompt_lookup_min" not in given:
+            object.__setattr__(self, "prompt_lookup_min", min(least, most))
+        elif "prompt_lookup_max" not in given:
+            object.__setattr__(self, "prompt_lookup_max", max(least, most))
+        check_lookup(self.prompt_lookup_min, self.prompt_lookup_max)
 
     @property
     def draft_length(self) -> int:

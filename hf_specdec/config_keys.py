@@ -19,18 +19,19 @@ import torch
 
 from hf_specdec.registry import DRAFTERS, VERIFIERS, lookup
 
-__all__ = ["USED_KEYS", "clean_value", "shown", "validated"]
+__all__ = ["USED_KEYS", "check_lookup", "clean_value", "shown", "validated"]
 
 logger = logging.getLogger("hf_specdec")
 
 # Valid before (and without) the modules that register themselves under these names on import.
-_OWN_METHODS = ("draft_model",)
+_OWN_METHODS = ("base", "draft_model", "ngram", "suffix")
 _OWN_REJECTION_METHODS = ("block", "standard")
 
 _OTHER_METHOD = "it belongs to a drafting method that is not in use"
 _INTERNAL = "it is internal to vLLM's engine"
 _PLACEMENT = "target and draft run where their weights are"
 _SCHEDULING = "there is no request scheduler inside generate()"
+_FROM_LENGTHS = "num_speculative_tokens says how much is proposed after a match"
 _DRAFT_DRAWS = "drafts are drawn from the draft's own distribution when sampling, greedily when not"
 _NO_MEANING = {
     "acceptance_method": "rejection_sample_method chooses the rule",
@@ -57,13 +58,11 @@ _NO_MEANING = {
     "moe_backend": _INTERNAL,
     "num_speculative_tokens_per_batch_size": "num_speculative_tokens holds for every batch size",
     "parallel_drafting": _OTHER_METHOD,
-    "prompt_lookup_max": _OTHER_METHOD,
-    "prompt_lookup_min": _OTHER_METHOD,
     "speculative_token_tree": "a draft is one line of tokens, not a tree",
-    "suffix_decoding_max_cached_requests": _OTHER_METHOD,
-    "suffix_decoding_max_spec_factor": _OTHER_METHOD,
-    "suffix_decoding_max_tree_depth": _OTHER_METHOD,
-    "suffix_decoding_min_token_prob": _OTHER_METHOD,
+    "suffix_decoding_max_cached_requests": "kept texts are bounded by their tokens, not by their number",
+    "suffix_decoding_max_spec_factor": _FROM_LENGTHS,
+    "suffix_decoding_max_tree_depth": "matches are followed as far as they go, up to 64 tokens",
+    "suffix_decoding_min_token_prob": _FROM_LENGTHS,
     "target_model_config": _INTERNAL,
     "target_parallel_config": _INTERNAL,
     "tensor_parallel_size": _PLACEMENT,
@@ -111,7 +110,18 @@ def validated(data: Mapping[Any, Any]) -> dict[str, Any]:
         if key not in _named_keys:
             _named_keys.add(key)
             logger.warning("speculative_config key %r has no meaning here and is ignored: %s.", key, _NO_MEANING[key])
+    if "prompt_lookup_min" in clean and "prompt_lookup_max" in clean:
+        check_lookup(clean["prompt_lookup_min"], clean["prompt_lookup_max"])
     return clean
+
+
+def check_lookup(least: int, most: int) -> None:
+    """Raises ValueError unless an n-gram can have at least `least` and at most `most` tokens."""
+    if least > most:
+        raise ValueError(
+            f"prompt_lookup_min must be at most prompt_lookup_max, got {least} and {most}. Lower the one or raise the "
+            "other; given alone, the other follows."
+        )
 
 
 def _unknown_key(key: Any) -> str:
@@ -221,6 +231,14 @@ def _draft_lengths(key: str, value: Any) -> list[int]:
     return [int(length) for length in value]
 
 
+def _num_looked_up(key: str, value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{key} must be an integer of at least 1, got {shown(value)}.")
+    if value < 1:
+        raise ValueError(f"{key} must be at least 1, got {value}: it counts the tokens of an n-gram.")
+    return int(value)
+
+
 def _switch(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -283,6 +301,8 @@ USED_KEYS: dict[str, Callable[[str, Any], Any]] = {
     "deterministic": _switch,
     "rejection_sample_method": _rejection_method,
     "on_inexact": _on_inexact,
+    "prompt_lookup_min": _num_looked_up,
+    "prompt_lookup_max": _num_looked_up,
     "quantization": _quantization,
     "dtype": _dtype,
     "device": _device,

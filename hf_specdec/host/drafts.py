@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from hf_specdec.config import Resolution, SpeculativeConfig
 from hf_specdec.drafters import Drafter
 from hf_specdec.drafters.base_model import BaseModelDrafter  # noqa: F401  (registers "base" and "draft_model")
+from hf_specdec.drafters.suffix import SuffixDrafter  # noqa: F401  (registers "ngram" and "suffix")
 from hf_specdec.host import binding
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft

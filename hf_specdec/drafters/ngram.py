@@ -123,15 +123,15 @@ class NgramDrafter(Drafter):
     def _follow(self, sequence: Sequence) -> None:
         """Add what was committed since the last time."""
         if self._sequence is not sequence:
-            self._sequence = sequence
-            self._texts = self._prompts(sequence)
+            self._texts = self._start(sequence)
             self._prompt_lengths = [len(text) for text in self._texts]
+            self._sequence = sequence
         for row in sequence.live_rows:  # a row that has ended may have given tokens back
             text = self._texts[row]
             text.extend(sequence.new_tokens[row][len(text) - self._prompt_lengths[row] :])
 
-    def _prompts(self, sequence: Sequence) -> list[SuffixIndex]:
-        """An index of each row's prompt, padding left out: the call's one host read. Equal prompts are read once."""
+    def _start(self, sequence: Sequence) -> list[SuffixIndex]:
+        """An index of each row's prompt, padding left out: one host read per call. Equal prompts are read once."""
         ids, mask = sequence.ids[:, : sequence.prompt_length], self.request.padding_mask
         if self.request.history_ids is not None:
             ids = torch.cat([self.request.history_ids.to(ids.device), ids], dim=1)

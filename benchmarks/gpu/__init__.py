@@ -1,0 +1,1 @@
+"""The parts of `gpu_check.py`: nets without downloads, stages, predictions, and the table at the end."""

@@ -108,15 +108,17 @@ class SuffixIndex:
 
     def _longest_match(self, text: Sequence[int], position: int) -> tuple[int, int]:
         """Among `position` and those chained to it, the one with most tokens in common before it."""
-        best = 0, 0
-        for _ in range(MAX_CANDIDATES):
-            length = self._num_common(text, position)
-            if length > best[0]:
-                best = length, position
+        best, place = self._num_common(text, position), position
+        for _ in range(MAX_CANDIDATES - 1):
             position = self._before[position]
-            if position < 0 or best[0] == MAX_MATCH:
+            if position < 0 or best >= min(MAX_MATCH, len(text)):
                 break
-        return best
+            # The token that would make it longer is looked at first.
+            if best < position and self.tokens[position - 1 - best] == text[-1 - best]:
+                length = self._num_common(text, position)
+                if length > best:
+                    best, place = length, position
+        return best, place
 
     def _num_common(self, text: Sequence[int], position: int) -> int:
         most = min(position, len(text), MAX_MATCH)

@@ -1,9 +1,11 @@
 """Prompt lookup: what followed the row's last tokens where they occurred before is proposed again.
 
-No model: the longest match of the text's end in prompt and output (`suffix_index`) says where to read on. A proposal is
-a point mass, q(x̃) = 1: a drafted token is kept with probability p(x̃), and a rejection draws from norm(p without x̃).
+No model: the longest match of the text's end in prompt and output (`suffix_index`) says where to read on, and one of m
+tokens is trusted for 2m more. A proposal is a point mass, q(x̃) = 1: a drafted token is kept with probability p(x̃), and
+a rejection draws from norm(p without x̃).
 
-Source: Saxena 2023, *Prompt Lookup Decoding* (github.com/apoorvumang/prompt-lookup-decoding).
+Source: Saxena 2023, *Prompt Lookup Decoding* (github.com/apoorvumang/prompt-lookup-decoding). That proposals grow with
+the match: Oliaro et al. 2024 (arXiv 2411.04975).
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from hf_specdec.suffix_index import SuffixIndex
 
 __all__ = ["Found", "NgramDrafter", "TextMemory"]
 
+LENGTH_FACTOR = 2
+"""Tokens proposed at most per token that matched. One matching token says little, and most matches are that short."""
 #: (longest match of the bucket, its name, how often the token after such a match was right: docs/log.md)
 BUCKETS = ((1, "1", 0.3), (2, "2", 0.4), (4, "3-4", 0.5), (8, "5-8", 0.7), (1 << 30, "9+", 0.9))
 
@@ -51,8 +55,8 @@ class Found:
     source: str = "ngram"
 
     def read(self, limit: int) -> list[int]:
-        """At most `limit` tokens."""
-        return self.index.read(self.position, limit) if self.length else []
+        """What is worth proposing, at most `limit` tokens."""
+        return self.index.read(self.position, min(limit, LENGTH_FACTOR * self.length)) if self.length else []
 
     def offer(self, length: int) -> Offer:
         """An offer of `length` tokens, in the record of matches about as long as this one."""

@@ -30,7 +30,7 @@ MAX_STORED_TOKENS = 1 << 17
 """Tokens kept for one target, about 50 MB of host memory; the oldest texts are dropped first."""
 NUM_PROMPT_TOKENS = 32
 """Tokens of the prompt's end that stand before a kept output."""
-MIN_LENGTH, MAX_LENGTH = 2, 5
+MIN_LENGTH, MAX_LENGTH = 2, 4
 """n-grams of kept texts that are looked up."""
 
 

@@ -25,10 +25,11 @@ class Target:
 
 
 def drafter(cls=NgramDrafter, target=None, eos=None, config=None, **request):
-    """A drafter of one call."""
+    """A drafter of one call; n-grams of two tokens or more, unless `config` says otherwise."""
+    config = {"prompt_lookup_min": 2, **(config or {})}
     method = {NgramDrafter: "ngram", SuffixDrafter: "suffix"}[cls]
     request |= {"eos_ids": None if eos is None else torch.tensor(eos), "vocab_size": VOCAB}
-    request |= {"config": SpeculativeConfig(method, **(config or {})), "target": target or Target()}
+    request |= {"config": SpeculativeConfig(method, **config), "target": target or Target()}
     return cls(DraftRequest(**request))
 
 
@@ -71,7 +72,14 @@ def test_nothing_is_proposed_where_no_row_has_a_match():
 
 
 def test_a_repetition_at_the_end_goes_on_with_itself():
-    assert proposal(drafter(), text([3, 1, 2, 1, 2, 1]), 7) == [[2, 1, 2, 1, 2, 1, 2]]
+    assert proposal(drafter(), text([3, 1, 2, 1, 2, 1]), 5) == [[2, 1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize("matched", [1, 2, 5])
+def test_twice_as_many_tokens_as_matched_are_proposed_at_most(matched):
+    part = [*range(matched)]
+    sequence, ours = text([*part, *range(20, 40), *part]), drafter(config={"prompt_lookup_min": 1})
+    assert proposal(ours, sequence, 30) == [[*range(20, 20 + 2 * matched)]]
 
 
 def test_what_is_committed_is_looked_up_and_looks_up():
@@ -98,10 +106,10 @@ def test_ids_behind_a_cache_are_text_without_their_padding():
 
 
 def test_drafting_ends_after_a_token_that_ends_the_text():
-    sequence = text([1, 2, 3, 4, 5, 1, 2])
+    sequence = text([0, 1, 2, 3, 4, 5, 0, 1, 2])
     assert proposal(drafter(eos=[4, 9]), sequence) == [[3, 4]]
     assert proposal(drafter(eos=[3]), sequence) == [[3]]
-    assert proposal(drafter(eos=[9]), sequence) == [[3, 4, 5, 1]]
+    assert proposal(drafter(eos=[9]), sequence) == [[3, 4, 5, 0]]
 
 
 def test_ids_that_the_target_cannot_choose_are_not_proposed():

@@ -13,6 +13,7 @@ __all__ = [
     "bind",
     "bindings_of",
     "draft_memories",
+    "failed_drafts",
     "last_report",
     "loaded_drafts",
     "record_report",
@@ -57,6 +58,7 @@ _LOCK = threading.RLock()
 _ATTRIBUTE = "_hf_specdec_bindings"
 _REPORTS: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 _LOADED: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_FAILED: "weakref.WeakKeyDictionary[Any, dict[Any, str]]" = weakref.WeakKeyDictionary()
 _THREAD = threading.local()
 #: cache object → what a drafter keeps beside it
 draft_memories: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
@@ -84,6 +86,12 @@ def loaded_drafts(target: Any) -> dict[Any, Any]:
     """Drafts that were loaded for `target` because data named them; they live as long as it does."""
     with _LOCK:
         return _LOADED.setdefault(target, {})
+
+
+def failed_drafts(target: Any) -> dict[Any, str]:
+    """Why drafts that data named could not be loaded for `target`, by what was asked for."""
+    with _LOCK:
+        return _FAILED.setdefault(target, {})
 
 
 def unwrap(model: Any) -> Any:

@@ -83,21 +83,28 @@ def _load_named(target: Any, config: SpeculativeConfig, named_in: str | None, ma
     assert config.model is not None
     if not may_load:
         return None, f"{NO_DRAFT}: register(config_drafts=False) forbids loading {config.model!r}"
-    drafts = binding.loaded_drafts(target)
+    drafts, failures = binding.loaded_drafts(target), binding.failed_drafts(target)
     key = repr((config.model, config.revision, config.dtype, config.device, config.quantization))
-    if key not in drafts:
-        try:
-            drafts[key] = load_draft(
-                config.model,
-                revision=config.revision,
-                dtype=config.dtype,
-                device=config.device,
-                quantization=config.quantization,
-                target=target,
-                named_in_data=True,
-            )
-        except (ImportError, OSError, ValueError) as error:
-            if named_in != MODEL_PLACE:  # whoever names it at the call wants to know
-                raise
-            return None, f"{NO_DRAFT}: {error}"
-    return drafts[key], None
+    is_of_model = named_in == MODEL_PLACE
+    if key in drafts:
+        return drafts[key], None
+    if is_of_model and key in failures:  # looked for once per model, not at every call
+        return None, f"{NO_DRAFT}: {failures[key]}"
+    try:
+        draft = load_draft(
+            config.model,
+            revision=config.revision,
+            dtype=config.dtype,
+            device=config.device,
+            quantization=config.quantization,
+            target=target,
+            named_in_data=True,
+        )
+        check_pair(target, draft)
+    except Exception as error:
+        if not is_of_model:  # whoever names it at the call wants to know
+            raise
+        failures[key] = str(error)
+        return None, f"{NO_DRAFT}: {error}"
+    drafts[key] = draft
+    return draft, None

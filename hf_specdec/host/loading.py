@@ -71,7 +71,7 @@ def load_draft(
         named_in_data: the name comes from a file or a request, not from the user's code.
 
     Raises:
-        ValueError: the name, or one of the settings, cannot be used; nothing has been loaded then.
+        ValueError: the name, or one of the settings, cannot be used, and nothing has been loaded; or the files cannot.
         ImportError: `quantization` without bitsandbytes.
     """
     dtype = _read_dtype(dtype)
@@ -205,20 +205,23 @@ def _read_config(
     source: str, revision: str | None, target: PreTrainedModel, named_in_data: bool
 ) -> PretrainedConfig | None:
     """The draft's config, checked against the target's; None for an adapter, whose base model has it."""
-    if find_adapter_config_file(source, revision=revision) is not None:
+    try:
+        is_adapter = find_adapter_config_file(source, revision=revision) is not None
+        config = None if is_adapter else AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except Exception as error:
+        if isinstance(error, OSError) and not Path(source).is_dir():
+            raise ValueError(
+                f"Cannot find the draft {source!r}: it is no folder here, and the Hub has no such model or cannot be "
+                "reached."
+            ) from error
+        raise _unreadable(source, error) from error
+    if config is None:
         if named_in_data:  # an adapter's config names a base model, which could be anything anywhere
             raise ValueError(
                 f"The draft {source!r} is named in data and is an adapter, whose base model could lie anywhere. "
                 + IN_CODE
             )
         return None
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except OSError as error:
-        raise ValueError(
-            f"Cannot find the draft {source!r}: it is no folder here, and the Hub has no such model or cannot be "
-            "reached."
-        ) from error
     kernel = getattr(config, "_attn_implementation", None)
     if named_in_data and isinstance(kernel, str) and "/" in kernel:
         raise ValueError(
@@ -250,7 +253,27 @@ def _load(
     if options is not None or device.type != "cpu":
         keywords["device_map"] = {"": device}
     auto = AutoModelForSeq2SeqLM if config is not None and config.is_encoder_decoder else AutoModelForCausalLM
-    draft = auto.from_pretrained(
-        source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, **keywords
-    )
+    try:
+        draft = auto.from_pretrained(
+            source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, **keywords
+        )
+    except ImportError:  # says which package is missing
+        raise
+    except Exception as error:
+        raise _unreadable(source, error) from error
     return draft.eval()
+
+
+def _unreadable(source: str, error: Exception) -> ValueError:
+    """One message for all that readers of damaged files raise: SafetensorError, KeyError, RuntimeError …"""
+    if "trust_remote_code" in str(error):  # transformers' own advice does not lead anywhere here
+        return ValueError(
+            f"The draft {source!r} needs code of its own, and trust_remote_code is off for drafts. Load it yourself, "
+            "then hf_specdec.enable(target, draft)."
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    what = ": ".join([type(error).__name__, *lines[:1]])[:250].rstrip(".:")
+    return ValueError(
+        f"Cannot load the draft {source!r}: {what}. If its files are damaged, download or save them again, or use "
+        "another draft."
+    )

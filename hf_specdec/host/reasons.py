@@ -5,6 +5,7 @@ output and any batch speculate. What is left stands here.
 """
 
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -37,6 +38,7 @@ _HANDLED = {
     "use_cache",
 }
 
+_LOCK = threading.Lock()
 _WARNED: "weakref.WeakKeyDictionary[Any, set[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -47,9 +49,11 @@ def warn_once(model: Any, reason: str) -> None:
 
 def say_once(model: Any, fact: str) -> None:
     """Log `fact` at WARNING, once per model."""
-    seen = _WARNED.setdefault(model, set())
-    if fact not in seen:
+    with _LOCK:
+        seen = _WARNED.setdefault(model, set())
+        is_new = fact not in seen
         seen.add(fact)
+    if is_new:
         logger.warning("%s", fact)
 
 
@@ -117,7 +121,9 @@ def _why_cache(model: Any, cache: Any) -> str | None:
 
 def _why_inputs(inputs: dict) -> str | None:
     for name, value in inputs.items():
-        if name not in _HANDLED and isinstance(value, (Tensor, list, tuple, dict)):
+        if name in _HANDLED or not isinstance(value, (Tensor, list, tuple, dict)):
+            continue
+        if isinstance(value, Tensor) or value:  # a multimodal class's text-only call brings mm_encoder_outputs={}
             return f"model input {name}"
     return None
 

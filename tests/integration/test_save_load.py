@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import hf_specdec
+from hf_specdec.host import drafts
 from tests.integration.pairs import assert_as_plain, llama, noisy_copy, pair, prompts, speculates
 
 NEW = 12
@@ -184,6 +186,127 @@ def test_missing_draft_is_plain_with_a_reason(checkpoint, caplog):
         for _ in range(2):
             target.generate(**prompts(), max_new_tokens=NEW)
     assert caplog.text.count("decodes plainly, without speculation: no draft") == 1
+
+
+# --- drafts that cannot be read -------------------------------------------------------------------------------------
+
+
+def cut_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def empty_weights(folder):
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def index_without_files(folder):
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def weights_of_other_sizes(folder):
+    change_config(folder, hidden_size=48)
+
+
+def config_that_is_no_json(folder):
+    (folder / "config.json").write_text("{")
+
+
+def config_that_is_a_list(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def config_of_an_unknown_kind(folder):
+    change_config(folder, model_type="nothing-of-the-kind")
+
+
+def another_vocabulary(folder):
+    llama(vocab_size=3000).save_pretrained(folder)
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+DAMAGES = (
+    cut_weights,
+    empty_weights,
+    index_without_files,
+    weights_of_other_sizes,
+    config_that_is_no_json,
+    config_that_is_a_list,
+    config_of_an_unknown_kind,
+)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, another_vocabulary], ids=lambda damage: damage.__name__)
+def test_a_damaged_draft_is_plain_with_a_reason_in_data_and_one_error_at_the_call(checkpoint, damage):
+    """SafetensorError, KeyError, RuntimeError … of a damaged file once ended calls that only data had given a draft."""
+    folder, plain = checkpoint
+    damage(folder / "draft")
+    message = f"^(no draft: )?Cannot load the draft '{folder / 'draft'}': .*If its files are damaged"
+    if damage is another_vocabulary:
+        message = "^(no draft: )?The target has 40 token rows and the draft 3,000"
+    refused(folder, plain, {"model": "draft"}, message)
+    with pytest.raises(ValueError, match=message) as caught:
+        hf_specdec.enable(load(folder), str(folder / "draft"))
+    text = str(caught.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+    assert len(text) < 500
+
+
+def test_a_draft_that_failed_is_not_looked_for_at_every_call(checkpoint, monkeypatch):
+    folder, plain = checkpoint
+    cut_weights(folder / "draft")
+    loads, load_draft = [], drafts.load_draft
+
+    def counted(model, **options):
+        loads.append(model)
+        return load_draft(model, **options)
+
+    monkeypatch.setattr(drafts, "load_draft", counted)
+    target, call = load(folder), {**prompts(), "max_new_tokens": NEW}
+    with hf_specdec.register():
+        for _ in range(3):
+            assert target.generate(**call).tolist() == plain.tolist()
+            assert hf_specdec.report(target).reason.startswith("no draft: Cannot load")
+        assert loads == ["draft"]
+        # Whoever names it at the call has perhaps mended it …
+        for _ in range(2):
+            with pytest.raises(ValueError, match="Cannot load"):
+                target.generate(**call, speculative_config={"model": "draft"})
+        assert loads == ["draft"] * 3
+        noisy_copy(target).save_pretrained(folder / "draft")
+        assert_as_plain(target, plain, **call, speculative_config={"model": "draft"})
+        # … and then it serves every call; a model that is loaded anew asks for itself.
+        assert_as_plain(target, plain, **call)
+        assert loads == ["draft"] * 4
+        assert_as_plain(load(folder), plain, **call)
+        assert loads == ["draft"] * 5
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pickled_copy_of_an_enabled_model_has_the_flag_and_no_draft():
+    target, draft = pair()
+    call = {**prompts(2), "max_new_tokens": NEW}
+    plain = target.generate(**call)
+    with hf_specdec.enable(target, draft, num_speculative_tokens=3):
+        written = pickle.dumps(target)
+        twin = pickle.loads(written)
+        assert len(written) < 1.5 * len(pickle.dumps(draft)), "the draft is in it"
+        assert twin.generation_config.speculative_config == target.generation_config.speculative_config
+        assert twin.generate(**call).tolist() == plain.tolist()
+        assert hf_specdec.report(twin).reason.startswith("no draft")
+        assert_as_plain(target, plain, **call)
+        # The copy takes a draft of its own like any model.
+        with hf_specdec.enable(twin, draft):
+            assert_as_plain(twin, plain, **call)
+    assert pickle.loads(written).generate(**call).tolist() == plain.tolist()  # with nothing registered
 
 
 def test_flag_of_a_config_made_from_the_model_config_is_not_lost(tmp_path):

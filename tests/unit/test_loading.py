@@ -223,7 +223,7 @@ class TestEscapes:
         config = json.loads(path.read_text()) | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
         path.write_text(json.dumps(config))
         (home / "draft" / "mine.py").write_text("raise SystemExit('remote code ran')")
-        with pytest.raises(ValueError, match="trust_remote_code"):
+        with pytest.raises(ValueError, match="needs code of its own, and trust_remote_code is off for drafts"):
             load_draft("draft", target=target, named_in_data=True)
 
     def test_target_without_a_folder_has_no_inside(self, home, monkeypatch):

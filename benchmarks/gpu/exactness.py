@@ -16,7 +16,7 @@ __all__ = ["base_net_and_drafts", "relative_error", "widening"]
 #: float32 sums of up to 20,000 terms, through a few layers: 1e-6 is usual, a wrong head order gives order 1
 FLOAT32_ERROR = 1e-5
 FOUND_WITHIN = 0.03  # of the acceptance asked for: 14 halvings leave 4e-5 of noise, so that only a flat curve misses
-ALIKE_IN_NF4 = 0.9  # equal most probable tokens; nf4 off its grid leaves 0.6
+ALIKE_IN_NF4 = 0.85  # equal most probable tokens: rounding to bfloat16 leaves 0.96, nf4 off its grid about a half
 NUM_TEXTS = 2
 
 
@@ -58,7 +58,7 @@ def widening(run: Run) -> None:
         del wide
         run.models.free()
     if run.models.why_no_nf4 is None:
-        _check_nf4(run, ids)
+        _check_nf4(run)
 
 
 def _check_texts(run: Run, name: str, base: Any, wide: Any, ids: Tensor) -> None:
@@ -69,11 +69,11 @@ def _check_texts(run: Run, name: str, base: Any, wide: Any, ids: Tensor) -> None
     run.check(f"{name} widened writes the small net's texts", num == len(expected), f"{num} of {len(expected)}")
 
 
-def _check_nf4(run: Run, ids: Tensor) -> None:
+def _check_nf4(run: Run) -> None:
     """One function in 16 and in 4 bits: the base stands on nf4's grid."""
     given = run.sizes.widenings["0.5b"]
     wide = Widening(given.copies, given.kv_copies)
     pair = [widen(run.models.base(), wide, torch.bfloat16, linear) for linear in (None, nf4.linear)]
-    _, agreement = overlap(pair[0], pair[1], ids)
+    _, agreement = overlap(pair[0], pair[1], run.models.texts())
     run.value("nf4 against bf16, equal most probable tokens", agreement, "")
     run.check("nf4 and bf16 are one function", agreement >= ALIKE_IN_NF4, f"{agreement:.1%} of tokens equal")

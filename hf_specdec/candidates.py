@@ -100,6 +100,7 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
         sequence.reserve(max(0, length - sequence.host_lengths[0]))
         sequence.ids[:, :length] = input_ids
         sequence.set_lengths([length])
+        sequence.new_tokens = [input_ids[0, sequence.prompt_length :].tolist()]
         return sequence
 
     def _request(self, input_ids: Tensor) -> DraftRequest:

@@ -6,7 +6,7 @@ its latest occurrences are followed backwards, so that the longest match is know
 
 Why tables and not a suffix automaton: an automaton knows the longest match of any length, but not where that occurred
 last (which is not O(1) per token to keep), and the end of another text is not looked up without walking through it. The
-tables cost one dictionary entry (some 60 to 80 bytes) per token and n; a look-up compares at most MAX_CANDIDATES ·
+tables cost at most one dictionary entry (some 100 bytes) per token and n; a look-up compares at most MAX_CANDIDATES ·
 MAX_MATCH tokens, and in a text of one repeated token, where every position is an occurrence, the first one suffices.
 
 Idea: Saxena 2023, *Prompt Lookup Decoding*. Pure Python; knows nothing of tensors, models or rows.

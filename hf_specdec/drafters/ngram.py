@@ -23,8 +23,8 @@ __all__ = ["Found", "NgramDrafter", "TextMemory"]
 
 LENGTH_FACTOR = 2
 """Tokens proposed at most per token that matched. One matching token says little, and most matches are that short."""
-#: (longest match of the bucket, its name, how often the token after such a match was right: docs/log.md)
-BUCKETS = ((1, "1", 0.3), (2, "2", 0.4), (4, "3-4", 0.5), (8, "5-8", 0.7), (1 << 30, "9+", 0.9))
+BUCKETS = ((1, "1", 0.25), (2, "2", 0.5), (4, "3-4", 0.7), (8, "5-8", 0.8), (1 << 30, "9+", 0.9))
+"""(Longest match of the bucket, its name, how often the token after such a match was right: docs/log.md.)"""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hf_specdec.suffix_index import SEPARATOR, SuffixIndex
 __all__ = ["MAX_STORED_TOKENS", "SuffixDrafter", "TextStore", "forget"]
 
 MAX_STORED_TOKENS = 1 << 17
-"""Tokens kept for one target, about 50 MB of host memory; the oldest texts are dropped first."""
+"""Tokens kept for one target, at most some 40 MB of host memory; the oldest texts are dropped first."""
 NUM_PROMPT_TOKENS = 32
 """Tokens of the prompt's end that stand before a kept output."""
 MIN_LENGTH, MAX_LENGTH = 2, 4

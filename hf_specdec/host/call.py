@@ -15,6 +15,7 @@ from hf_specdec.coins import Coins
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.decoding import SpeculativeCall, first_tokens, speculative_sampling
 from hf_specdec.drafters import Drafter, DraftRequest
+from hf_specdec.drafters.ngram import TextMemory
 from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories
 from hf_specdec.host.criteria import Criteria
@@ -228,7 +229,7 @@ def _drafter(
 
 def _history(memory: Any, sequence: Sequence, shift: int) -> Tensor | None:
     """The ids behind a cache handed over with new tokens only, if an earlier call left them beside it."""
-    if shift <= 0 or not isinstance(memory, DraftMemory):
+    if shift <= 0 or not isinstance(memory, (DraftMemory, TextMemory)):
         return None
     is_long_enough = memory.ids.shape[1] >= shift and memory.ids.shape[0] == sequence.batch
     return memory.ids[:, :shift] if is_long_enough else None

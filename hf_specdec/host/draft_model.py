@@ -181,9 +181,11 @@ class DraftModel:
         self.valid = [length] * context.shape[0]
 
     def _resumed(self, context: Tensor) -> tuple[RaggedCache | None, int]:
-        memory: DraftMemory | None = self.request.resume
-        usable = None if memory is None else memory.common_prefix(self.request, context)
-        if memory is None or not usable or min(usable) == 0 or not memory.cache.can_roll_back(min(usable)):
+        memory = self.request.resume
+        if not isinstance(memory, DraftMemory):  # a look-up leaves no keys
+            return None, 0
+        usable = memory.common_prefix(self.request, context)
+        if not usable or min(usable) == 0 or not memory.cache.can_roll_back(min(usable)):
             return None, 0
         return memory.cache, min(usable)
 

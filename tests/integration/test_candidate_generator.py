@@ -51,6 +51,31 @@ def test_greedy_text_is_plains(num_draft, options, as_found):
     assert as_found()  # it needs no registration
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_look_ups_need_no_draft_and_follow_the_text(method):
+    target, draft = pair()
+    inputs = {**prompts(), "max_new_tokens": 3 * NEW}
+    plain = target.generate(**inputs)
+    make, lengths = ours(target, None, method=method, num_speculative_tokens=5), []
+
+    def watched(**options):
+        generator = make(**options)
+        get_candidates = generator.get_candidates
+
+        def counted(input_ids, **kwargs):
+            ids, log_probs = get_candidates(input_ids, **kwargs)
+            lengths.append(ids.shape[1] - input_ids.shape[1])
+            return ids, log_probs
+
+        generator.get_candidates = counted
+        return generator
+
+    output, _ = assisted(target, draft, watched, **inputs)
+    assert output.tolist() == plain.tolist()
+    assert max(lengths) == 5
+    assert len(lengths) < 3 * NEW - 15  # with nothing to look up, every token takes a pass
+
+
 def test_eos_ends_drafting_and_text():
     target, draft = pair()
     free = target.generate(**prompts(), max_new_tokens=NEW)

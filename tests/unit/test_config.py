@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hf_specdec import config_keys, registry
 from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 
+OWN_METHODS = "base, draft_model, ngram, suffix."
 CALL, CALL_CONFIG, MODEL_CONFIG = "call keyword", "generation_config", "model.generation_config"
 
 
@@ -118,6 +119,10 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
         ("deterministic", 1, TypeError, "deterministic must be True or False, got 1 (int)."),
         ("on_inexact", "plainly", ValueError, "Unknown on_inexact 'plainly'. Did you mean 'plain'? Available: plain, "
                                               "speculate."),
+        ("prompt_lookup_min", "2", TypeError, "prompt_lookup_min must be an integer of at least 1, got '2' (str)."),
+        ("prompt_lookup_max", True, TypeError, "prompt_lookup_max must be an integer of at least 1, got True (bool)."),
+        ("prompt_lookup_max", 0, ValueError, "prompt_lookup_max must be at least 1, got 0: it counts the tokens of an "
+                                             "n-gram."),
         ("quantization", 4, TypeError, "quantization must be the name of a quantization method or a dict, got 4 (int). "
                                        "Of a quantization config object, pass its to_dict()."),
         ("quantization", {"dtype": torch.float16}, TypeError, "quantization must hold plain JSON values only: Object "
@@ -127,6 +132,35 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
 def test_wrong_values_say_what_was_expected_and_what_came(key, value, error, text):
     with pytest.raises(error, match=exactly(text)):
         normalise({key: value})
+
+
+def test_lookup_range_that_is_empty_is_refused_wherever_it_comes_together():
+    text = exactly(
+        "prompt_lookup_min must be at most prompt_lookup_max, got 4 and 3. Lower the one or raise the other; given "
+        "alone, the other follows."
+    )
+    with pytest.raises(ValueError, match=text):
+        normalise({"prompt_lookup_min": 4, "prompt_lookup_max": 3})
+    with pytest.raises(ValueError, match=text):
+        SpeculativeConfig("ngram", prompt_lookup_min=4, prompt_lookup_max=3)
+    with pytest.raises(ValueError, match=text):
+        resolved(call={"prompt_lookup_max": 3}, model_config={"method": "ngram", "prompt_lookup_min": 4})
+
+
+@pytest.mark.parametrize(
+    ("given", "both"),
+    [
+        ({}, (1, 4)),
+        ({"prompt_lookup_min": 9}, (9, 9)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": 3}, (1, 3)),
+        ({"prompt_lookup_min": 3, "prompt_lookup_max": 3}, (3, 3)),
+    ],
+)
+def test_the_end_of_the_lookup_range_that_is_not_given_follows_the_other(given, both):
+    config = SpeculativeConfig("ngram", **given)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == both
+    assert SpeculativeConfig.from_dict(config.to_dict()) == config
 
 
 def test_a_loaded_draft_in_the_flag_is_refused_with_the_places_for_it():
@@ -154,7 +188,7 @@ def test_own_names_are_valid_before_their_modules_register(monkeypatch):
     for rule in ("block", "standard"):
         assert SpeculativeConfig("draft_model", rejection_sample_method=rule).rejection_sample_method == rule
     with pytest.raises(
-        ValueError, match=exactly("Unknown method 'draftmodel'. Did you mean 'draft_model'? Available: draft_model.")
+        ValueError, match=exactly("Unknown method 'draftmodel'. Did you mean 'draft_model'? Available: " + OWN_METHODS)
     ):
         normalise("draftmodel")
     with pytest.raises(
@@ -170,10 +204,10 @@ def test_registered_names_are_valid(monkeypatch):
     assert normalise({"method": "ours", "rejection_sample_method": "theirs"})["method"] == "ours"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3", "suffix", "mtp", "mlp_speculator"])
+@pytest.mark.parametrize("method", ["medusa", "eagle3", "mtp", "mlp_speculator"])
 def test_methods_that_only_vllm_has_are_unknown(method, monkeypatch):
     monkeypatch.setattr(config_keys, "DRAFTERS", {})
-    with pytest.raises(ValueError, match=rf"^Unknown method '{method}'\..* Available: draft_model\.$"):
+    with pytest.raises(ValueError, match=rf"^Unknown method '{method}'\..* Available: {OWN_METHODS}$"):
         normalise({"method": method})
 
 
@@ -188,7 +222,7 @@ def test_unknown_key_names_the_nearest_and_the_list():
         match=exactly(
             "Unknown speculative_config key 'num_speculative_token'. Did you mean 'num_speculative_tokens'? Available: "
             "deterministic, device, draft_lengths, dtype, method, model, num_speculative_tokens, on_inexact, "
-            "quantization, rejection_sample_method, revision."
+            "prompt_lookup_max, prompt_lookup_min, quantization, rejection_sample_method, revision."
         ),
     ):
         normalise({"num_speculative_token": 4})

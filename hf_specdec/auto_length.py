@@ -3,17 +3,17 @@
 Before each step the expected speed of every K is computed from `StepCosts` and `AcceptanceRecord`s, and the fastest is
 taken. What that needs to be right:
 
-* *Opening.* A pair that was never seen starts from the models' sizes. The first step of a call is not timed (it takes the
-  cache over); then the plain pass (K = 0) is measured twice.
+* *Opening.* A pair that was never seen starts from the models' sizes. The first step of a call is not timed (it takes
+  the cache over); then the draft is timed, and the plain pass (K = 0) twice.
 * *Exploring.* A count of rows that was never tried takes at least as long as the next smaller one. While that bound
   promises a faster K, it is tried once; each count is tried once only, so the regret is bounded.
 * *Standing aside and probing.* Where K = 0 is fastest nothing is drafted, and nothing is learnt; so after a while one
   step drafts again. Each probe that did not pay doubles the distance to the next, until probing costs `PROBE_SHARE` of
   the time; a probe that paid is followed by another.
-* *Reading.* A draft that has not read the text yet (its prefill, or what was written while others drafted) is charged for
-  it over the tokens that are still to come.
+* *Reading.* A draft that has not read the text yet (its prefill, or what was written while others drafted) is charged
+  for it over the tokens that are still to come.
 
-All of it outlives the call in a `PairKnowledge`. Knows nothing of tensors, models or caches; seconds come in as numbers.
+All of it outlives the call in a `PairKnowledge`. Knows nothing of tensors, models or caches: seconds come as numbers.
 """
 
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import final
 from hf_specdec.acceptance import AcceptanceRecord
 from hf_specdec.costs import StepCosts
 from hf_specdec.draft_length import DraftPlan, LengthChoice, Sources, StepOutcome, StepState, by_record
+from hf_specdec.statistics import SpeculationCounters
 
 __all__ = ["MeasuredLength", "PairKnowledge"]
 
@@ -32,6 +33,7 @@ FIRST_SHARE = 0.06
 """… and so many that the first probe costs this share of them."""
 PROBE_SHARE = 0.01
 EXPLORE_GAIN = 1.05
+FIRST_DRAFT = 2
 KEPT_AT_BEST = 0.95
 NUM_PLAIN = 2
 """Plain passes measured before K = 0 is compared with anything."""
@@ -45,11 +47,13 @@ class PairKnowledge:
         costs: seconds.
         records: acceptance by kind of draft.
         distances: per drafter, steps between probes.
+        idle: per drafter, steps in which it could have drafted and did not.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     records: dict[str, AcceptanceRecord] = field(default_factory=dict)
     distances: dict[int, int] = field(default_factory=dict)
+    idle: dict[int, int] = field(default_factory=dict)
 
     def begin_call(self) -> None:
         """What other calls taught counts less than what this one will."""
@@ -67,6 +71,8 @@ class _Totals:
     emitted: int = 0
     seconds: float = 0.0
     plain_seconds: float = 0.0
+    steps: int = 0
+    batch: int = 0
     drafting_steps: int = 0
     drafted: int = 0
 
@@ -77,30 +83,36 @@ class MeasuredLength(LengthChoice):
 
     Args:
         knowledge: of this pair, updated in place.
-        read_guess: seconds per token that the draft reads, until it has read any.
+        cost_guess: seconds of a draft forward in target passes, until one was measured.
     """
 
     learns = True
+    most = LENGTHS[-1]
 
-    def __init__(self, knowledge: PairKnowledge, read_guess: float = 0.0) -> None:
-        self.knowledge, self._read_guess = knowledge, read_guess
+    def __init__(self, knowledge: PairKnowledge, cost_guess: float) -> None:
+        self.knowledge, self._cost_guess = knowledge, cost_guess
+        self._read_guess = 0.0
         self._num_steps = 0
-        self._idle: dict[int, int] = {}
+        self._idle = knowledge.idle
         self._probed: int | None = None  # the part that the last step probed
-        self._has_paid = False
+        self._has_paid = self._has_drafted = False
         self.totals = _Totals()
         knowledge.begin_call()
 
-    # ------------------------------------------------------------------------------------------------- choosing
+    def begin(self, read_seconds: float) -> None:
+        """See `LengthChoice.begin`: the draft's reading is guessed from the target's."""
+        self._read_guess = self._cost_guess * read_seconds
+
+    # --- choosing
 
     def choose(self, state: StepState, sources: Sources) -> int:
         """See `LengthChoice.choose`."""
-        self._num_steps += 1
-        self._cost_guess = sources.cost_coefficient
         probed, self._probed = self._probed, None
         plans = {plan.length: plan for plan in (sources.plan(state, length) for length in self._lengths(state))}
         if self._wants_plain(state):
             return 0
+        if self._wants_draft(state, plans):
+            return FIRST_DRAFT
         rates = {length: self._rate(state, plan) for length, plan in plans.items()}
         best = max(rates, key=lambda length: rates[length])
         tried = self._worth_trying(state, plans, rates[best])
@@ -119,7 +131,18 @@ class MeasuredLength(LengthChoice):
 
     def _wants_plain(self, state: StepState) -> bool:
         verify = self.knowledge.costs.verify
-        return self._num_steps > 2 and verify.num_observations(state.batch) < NUM_PLAIN and not verify.is_empty
+        return self._num_steps > 1 and verify.num_observations(state.batch) < NUM_PLAIN and not verify.is_empty
+
+    def _wants_draft(self, state: StepState, plans: dict[int, DraftPlan]) -> bool:
+        """Whether a draft that was never timed should be, its size says little where launches take the time: if that
+        cannot cost more than `FIRST_SHARE` of the call."""
+        plan = plans.get(FIRST_DRAFT)
+        if self._num_steps != 1 or plan is None or not self.knowledge.costs.draft.is_empty:
+            return False
+        part = state.parts[plan.parts[plan.lengths.index(plan.length)]]
+        plain = self._verify(state.batch)
+        cost = self._read(part.debt) + self._cost_guess * FIRST_DRAFT * plain
+        return not part.is_free and cost < FIRST_SHARE * state.remaining * plain
 
     def _worth_trying(self, state: StepState, plans: dict[int, DraftPlan], best_rate: float) -> int | None:
         """A K whose pass was never timed and which may be faster than the best one known."""
@@ -195,7 +218,7 @@ class MeasuredLength(LengthChoice):
                 self._idle[part] = 0
                 self.knowledge.distances.pop(part, None)
 
-    # ------------------------------------------------------------------------------------------------- predicting
+    # --- predicting
 
     def _rate(self, state: StepState, plan: DraftPlan, is_lower_bound: bool = False) -> float:
         """Expected tokens per second."""
@@ -248,33 +271,87 @@ class MeasuredLength(LengthChoice):
         # A pass over few tokens is a pass over one, whatever a long prompt took.
         return min(seconds, costs.draft.seconds(1) * tokens) if not costs.draft.is_empty else seconds
 
-    # ------------------------------------------------------------------------------------------------- learning
+    # --- learning
 
     def learn(self, state: StepState, plan: DraftPlan, outcome: StepOutcome) -> None:
         """See `LengthChoice.learn`."""
         costs = self.knowledge.costs
-        if self._num_steps > 1:  # the first step takes the cache over: nobody pays for that again
+        if self._num_steps:  # the first step takes the cache over: nobody pays for that again
             costs.verify.add(state.batch * (plan.length + 1), outcome.verify_seconds)
         served = {part for part, length in zip(plan.parts, plan.lengths, strict=True) if length}
         if any(not state.parts[part].is_free for part in served):
             debt = sum(state.parts[part].debt for part in served)
             if debt:
                 costs.read.add(debt, outcome.read_seconds)
-            costs.draft.add(plan.length, outcome.draft_seconds)
+            if self._has_drafted or costs.draft.is_empty:  # the first forwards of a call are slow
+                costs.draft.add(plan.length, outcome.draft_seconds)
+            self._has_drafted = True
         for offer, rows in by_record(state, plan, outcome.survivals):
             record = self.knowledge.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
             record.update(rows)
         seconds = outcome.read_seconds + outcome.draft_seconds + outcome.verify_seconds
         plain = state.num_running / self._verify(state.batch)
         self._has_paid = outcome.emitted / (seconds - outcome.read_seconds) > plain
-        self._sum_up(state, plan, outcome, seconds)
+        self._num_steps += 1
+        self._add_up(state, plan, outcome, seconds)
 
-    def _sum_up(self, state: StepState, plan: DraftPlan, outcome: StepOutcome, seconds: float) -> None:
+    def _add_up(self, state: StepState, plan: DraftPlan, outcome: StepOutcome, seconds: float) -> None:
         totals, tokens = self.totals, self._tokens(state, plan)
         totals.expected_tokens += tokens
         totals.expected_seconds += self._seconds(state, plan, tokens) if not self.knowledge.costs.verify.is_empty else 0
         totals.emitted += outcome.emitted
         totals.seconds += seconds
         totals.plain_seconds += self._verify(state.batch) * outcome.emitted / state.num_running
+        totals.steps += 1
+        totals.batch = state.batch
         totals.drafting_steps += plan.length > 0
         totals.drafted += plan.length
+
+    # --- deciding, telling
+
+    def why_aside(self, state: StepState, sources: Sources) -> str | None:
+        """Why nothing is worth drafting in a whole call of one drafter, with the numbers; None if something may be. A
+        call that stands aside counts towards the next probe."""
+        costs, record = self.knowledge.costs, self.knowledge.records.get(state.parts[0].offers[0].record)
+        if record is None or costs.draft.is_empty or costs.verify.num_observations(state.batch) < NUM_PLAIN:
+            return None
+        plans = [sources.plan(state, length) for length in self._lengths(state)]
+        if max(plans, key=lambda plan: self._rate(state, plan)).length:
+            return None
+        idle = self._idle.get(0, 0) + state.remaining
+        if self._can_probe(state, 0) and idle > self._distance(state, 0):
+            return None
+        self._idle[0] = idle
+        return f"{self._price(state.batch, record)}: nothing is drafted"
+
+    def _price(self, batch: int, record: AcceptanceRecord) -> str:
+        return (
+            f"a draft token costs {self._draft(1, batch) / self._verify(batch):.2f} of a target pass and "
+            f"{record.rate:.0%} of them are kept"
+        )
+
+    def sum_up(self, counters: SpeculationCounters) -> None:
+        """See `LengthChoice.sum_up`."""
+        totals, costs = self.totals, self.knowledge.costs
+        if not totals.seconds or not totals.batch or not costs.verify.num_observations(totals.batch):
+            return
+        counters.predicted_speedup = (
+            totals.expected_tokens / totals.expected_seconds * totals.plain_seconds / totals.emitted
+        )
+        counters.measured_speedup = totals.plain_seconds / totals.seconds
+        if not costs.draft.is_empty:
+            counters.cost_coefficient = self._draft(1, totals.batch) / self._verify(totals.batch)
+        counters.decision = self._told(counters)
+
+    def _told(self, counters: SpeculationCounters) -> str:
+        totals, speeds = self.totals, f"measured {counters.measured_speedup:.2f}x"
+        cost = "what is looked up costs nothing"
+        if counters.cost_coefficient is not None:
+            cost = f"a draft token costs {counters.cost_coefficient:.2f} of a target pass"
+        if not totals.drafting_steps:
+            return f"Nothing was drafted: {cost}; {speeds}"
+        told = f"{cost} and {counters.acceptance_rate:.0%} of those reached were kept"
+        length = totals.drafted / totals.drafting_steps
+        where = "" if totals.drafting_steps == totals.steps else f" in {totals.drafting_steps} of {totals.steps} steps"
+        told = f"{told}: {length:.1f} tokens per step{where}, predicted {counters.predicted_speedup:.2f}x, {speeds}"
+        return told[0].upper() + told[1:]

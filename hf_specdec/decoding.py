@@ -13,14 +13,14 @@ Algorithm 2, for a batch of rows that accept different numbers of tokens:
 The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh per step, row and slot.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_specdec import sampling
 from hf_specdec.coins import Coins
+from hf_specdec.draft_length import DraftPlan, Part, Planner, StepOutcome, StepState
 from hf_specdec.drafters.base import Draft, Drafter, DraftFailure
 from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.emission import Emission
@@ -34,6 +34,10 @@ from hf_specdec.timing import StepTimer
 from hf_specdec.verification import Verdict, Verifier, verify_greedy
 
 __all__ = ["SpeculativeCall", "TargetNaN", "first_tokens", "speculative_sampling"]
+
+
+SURVIVAL_SCALE = 1 << 30
+"""Probabilities travel in the step's integer tensor."""
 
 
 class TargetNaN(RuntimeError):
@@ -52,9 +56,8 @@ class SpeculativeCall:
         processors: position-wise logits processors, None if there are none.
         criteria, emission, recorder, counters: when rows end, what the caller sees, what is collected, what is counted.
         is_sampling: draw (True) or take the most probable token.
-        draft_length: K, the tokens drafted per step.
+        planner: decides how many tokens a step drafts, and from where.
         coins: the randomness.
-        schedule: K of the first steps, where it was given for each of them.
     """
 
     target: TargetModel
@@ -67,21 +70,26 @@ class SpeculativeCall:
     recorder: OutputRecorder
     counters: SpeculationCounters
     is_sampling: bool
-    draft_length: int
+    planner: Planner
     coins: Coins
-    schedule: Iterator[int] = field(default_factory=lambda: iter(()))
 
-    def next_draft_length(self) -> int:
-        """K of the step that begins, shorter at limits: a row's last token is not drafted, a draft's context may end,
-        rows may have left. To be asked once per step."""
-        if self.drafter is None:
-            return 0
-        asked = next(self.schedule, self.draft_length)
-        remaining = max(self.sequence.remaining(row) for row in self.sequence.live_rows)
-        room = self.drafter.max_draft_length(self.sequence)
-        if room < min(asked, remaining - 1):
+    def plan(self) -> tuple[StepState, DraftPlan]:
+        """What the step that begins may draft, and what it will. To be asked once per step.
+
+        A row's last token is not drafted, a draft's context may end, rows may have left.
+        """
+        sequence, rows = self.sequence, self.sequence.live_rows
+        remaining = max(sequence.remaining(row) for row in rows)
+        limit, parts, room = max(0, remaining - 1), [], 1 << 30
+        for drafter in [] if self.drafter is None else self.drafter.parts:
+            room = max(0, drafter.max_draft_length(sequence))
+            offers = drafter.offers(sequence, min(limit, room))
+            parts.append(Part([offers[row] for row in rows], drafter.is_free, drafter.debt(sequence)))
+        state = StepState(sequence.batch, len(rows), limit, remaining, parts)
+        plan = self.planner.plan(state)
+        if room < limit and plan.length >= room:
             self.counters.note("Drafting ended where the draft's context did.")
-        return max(0, min(asked, remaining - 1, room))
+        return state, plan
 
     def commit(self, draft_ids: Tensor, verdict: Verdict) -> Committed:
         """Write what `verdict` keeps of `draft_ids` [batch, draft], and its next token, into the text."""
@@ -104,10 +112,11 @@ def speculative_sampling(call: SpeculativeCall) -> None:
     while not emission.is_done:
         timer = StepTimer(sequence.device)
         timer.mark("start")
-        width = call.next_draft_length()
+        state, plan = call.plan()
+        width = plan.length
         sequence.reserve(width + 1)
         draft_coins, verify_coins = call.coins.next(width)
-        draft = propose(call, width, draft_coins)
+        draft = propose(call, plan, draft_coins, timer)
         if draft.token_ids.shape[1] < width:  # a drafter may propose less, or have failed
             width = draft.token_ids.shape[1]
             verify_coins = torch.cat([verify_coins[:, :width], verify_coins[:, -1:]], dim=1)
@@ -119,7 +128,7 @@ def speculative_sampling(call: SpeculativeCall) -> None:
         verdict, is_nan = decide(call, scores, draft, verify_coins)
         committed = call.commit(draft.token_ids, verdict)
         hits = call.criteria.stop_string_hits(sequence, width + 1)
-        read = read_step(committed, verdict, draft, is_nan, hits)
+        read = read_step(committed, verdict, draft, is_nan, hits, call.planner.learns)
         timer.mark("committed")
         check_for_nan(call, read)
         columns = [length - sequence.prompt_length for length in sequence.host_lengths]
@@ -137,22 +146,30 @@ def speculative_sampling(call: SpeculativeCall) -> None:
             timer.seconds("start", "drafted"),
             timer.seconds("drafted", "committed"),
         )
+        if call.planner.learns:
+            learn(
+                call, state, plan, [s for s, was in zip(read.survivals, was_running, strict=True) if was], taken, timer
+            )
         call.counters.record_dropped(emission.take_dropped())
         roll_back(call, committed.num_emitted, counts)
 
 
-def propose(call: SpeculativeCall, width: int, coins: Tensor) -> Draft:
+def propose(call: SpeculativeCall, plan: DraftPlan, coins: Tensor, timer: StepTimer) -> Draft:
     """The drafter's proposal, cut at each row's limit; nothing where there is nothing to draft or the draft fails."""
-    sequence = call.sequence
+    sequence, width = call.sequence, plan.length
     if width == 0 or call.drafter is None:
+        timer.mark("prepared")
         return Draft.nothing(sequence)
     try:
+        call.drafter.prepare(sequence, plan)
+        timer.mark("prepared")
         draft = call.drafter.propose(sequence, width, coins)
     except Exception as failure:  # whatever a drafter may raise; an error of a processor is the caller's to see
         if call.processors is not None and call.processors.raised is failure:
             raise
         what = str(failure) if isinstance(failure, DraftFailure) else f"{type(failure).__name__}: {failure}"
         drop_draft(call, f"the draft failed ({what})")
+        timer.mark("prepared")
         return Draft.nothing(sequence)
     if call.processors is not None:  # they look for each position's own prefix in the scratch
         sequence.write(0, draft.token_ids)
@@ -166,6 +183,23 @@ def drop_draft(call: SpeculativeCall, why: str) -> None:
     """Go on without a drafter until the call ends."""
     call.drafter = None
     call.counters.note(f"Decoded plainly from the point where {why}.")
+
+
+def learn(
+    call: SpeculativeCall,
+    state: StepState,
+    plan: DraftPlan,
+    survivals: list[list[float]],
+    taken: list[int],
+    timer: StepTimer,
+) -> None:
+    """Tell the planner what came of its plan; a draft that failed teaches nothing."""
+    if call.drafter is None and plan.length:
+        return
+    seconds = [
+        timer.seconds(*pair) for pair in (("start", "prepared"), ("prepared", "drafted"), ("drafted", "committed"))
+    ]
+    call.planner.learn(state, plan, StepOutcome(survivals, sum(taken), *seconds))
 
 
 def draft_lengths_on_host(call: SpeculativeCall, draft: Draft) -> list[int] | None:
@@ -198,13 +232,21 @@ class StepRead:
     target_is_nan: list[bool]
     draft_is_broken: list[bool]
     stop_hits: list[int] | None
+    survivals: list[list[float]]
 
 
 def read_step(
-    committed: Committed, verdict: Verdict, draft: Draft, is_nan: Tensor | None, hits: Tensor | None
+    committed: Committed,
+    verdict: Verdict,
+    draft: Draft,
+    is_nan: Tensor | None,
+    hits: Tensor | None,
+    has_survivals: bool = False,
 ) -> StepRead:
-    """The step's one host read."""
+    """The step's one host read; with `has_survivals` also how likely each prefix of the draft was to stay."""
     no = torch.zeros_like(committed.num_emitted)
+    width = draft.token_ids.shape[1]
+    survivals = (survival_probs(verdict) * SURVIVAL_SCALE).long() if has_survivals else no[:, None][:, :0]
     packed = pack(
         committed.num_emitted,
         committed.is_finished,
@@ -214,6 +256,7 @@ def read_step(
         no if draft.is_broken is None else draft.is_broken,
         no if hits is None else hits,
         committed.block_ids,
+        survivals,
     ).tolist()
     columns = list(zip(*(row[:7] for row in packed), strict=True))
     return StepRead(
@@ -224,7 +267,15 @@ def read_step(
         target_is_nan=[bool(value) for value in columns[4]],
         draft_is_broken=[bool(value) for value in columns[5]],
         stop_hits=None if hits is None else list(columns[6]),
+        survivals=[[value / SURVIVAL_SCALE for value in row[8 + width : 8 + width + row[2]]] for row in packed],
     )
+
+
+def survival_probs(verdict: Verdict) -> Tensor:
+    """float64 [batch, draft]: the probability, given the draft, that at least i of its tokens stay."""
+    if verdict.survival_probs is not None:
+        return verdict.survival_probs
+    return verdict.accept_probs.cumprod(dim=1)
 
 
 def check_for_nan(call: SpeculativeCall, read: StepRead) -> None:

@@ -2,9 +2,9 @@
 
     speed(K) = E[tokens](K) / (seconds of a target pass over batch x (K + 1) rows + seconds of drafting K tokens)
 
-K = 0 is a legal answer: the step is then plain decoding. Two decisions, kept apart so that a call can be replayed:
+K = 0 is a legal answer: the step is then plain decoding. Two decisions, apart so that a call can be replayed:
 
-* K comes from a `LengthChoice`: an order, a table fixed by shape, or measured costs and acceptance (`auto_length`). What
+* K comes from a `LengthChoice`: an order, a table by shape, or measured costs and acceptance (`auto_length`). What
   was chosen stands in `report.draft_lengths`, and the same list given as a schedule is followed.
 * Given K, `Sources` says which drafter serves each row. It knows the text of this call and the models' sizes only, no
   time, so a schedule of K replays the whole call bit for bit.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from hf_specdec.acceptance import AcceptanceRecord
+from hf_specdec.statistics import SpeculationCounters
 
 __all__ = [
     "ConstantLength",
@@ -121,11 +122,14 @@ class Sources:
     pays by the models' sizes.
 
     Args:
-        cost_coefficient: bytes of a draft pass ÷ bytes of a target pass; stands for c, since it does not vary.
+        cost_coefficient: bytes of a draft pass ÷ bytes of a target pass; stands for c, since it does not vary. At most
+            `MOST`: where launches and not bytes take the time, bytes say too much.
     """
 
+    MOST = 0.5
+
     def __init__(self, cost_coefficient: float) -> None:
-        self.cost_coefficient = cost_coefficient
+        self.cost_coefficient = min(cost_coefficient, self.MOST)
         self.records: dict[str, AcceptanceRecord] = {}
 
     def plan(self, state: StepState, length: int) -> DraftPlan:
@@ -140,15 +144,19 @@ class Sources:
     def _plan(self, state: StepState, length: int) -> DraftPlan:
         if length == 0 or not state.parts:
             return DraftPlan(0, [0] * state.num_running, [0] * state.num_running)
+        parts = [0] * state.num_running
+        if len(state.parts) > 1:
+            parts = self._chosen(state, length)
+        lengths = [min(length, state.limit, state.parts[part].offers[row].length) for row, part in enumerate(parts)]
+        return DraftPlan(max(lengths, default=0), parts, lengths)
+
+    def _chosen(self, state: StepState, length: int) -> list[int]:
         parts = self._without_costly(state, length)
         if any(not part.is_free for part in state.parts):
             best = self._best_of_all(state, length)
             if self._pays(state, length, parts, best):
-                parts = best
-        lengths = [
-            min(length, state.limit, state.parts[part].offers[row].length) for row, part in enumerate(parts)
-        ]
-        return DraftPlan(max(lengths, default=0), parts, lengths)
+                return best
+        return parts
 
     def update(self, state: StepState, plan: DraftPlan, survivals: Sequence[Sequence[float]]) -> None:
         """Learn from a step; same text, same records."""
@@ -164,7 +172,9 @@ class Sources:
 
     def _without_costly(self, state: StepState, length: int) -> list[int]:
         free = [index for index, part in enumerate(state.parts) if part.is_free] or [0]
-        return [max(free, key=lambda part: self._expected(state, part, row, length)) for row in range(state.num_running)]
+        return [
+            max(free, key=lambda part: self._expected(state, part, row, length)) for row in range(state.num_running)
+        ]
 
     def _best_of_all(self, state: StepState, length: int) -> list[int]:
         every = range(len(state.parts))
@@ -173,13 +183,16 @@ class Sources:
         ]
 
     def _pays(self, state: StepState, length: int, without: list[int], best: list[int]) -> bool:
-        """Whether what a costly part adds is worth its forwards, counted in target passes."""
-        if all(not part.is_free for part in state.parts):
-            return True
-        tokens, tokens_without = (
-            state.num_running + sum(self._expected(state, part, row, length) for row, part in enumerate(parts))
-            for parts in (best, without)
+        """Whether what a costly part adds to the free ones is worth its forwards, counted in target passes. Where they
+        offer nothing it does not matter: whoever asked for this length knows what it costs."""
+        added, alone = (
+            sum(self._expected(state, part, row, length) for row, part in enumerate(parts)) for parts in (best, without)
         )
+        if not any(
+            state.parts[part].is_free and state.parts[part].offers[row].length for row, part in enumerate(without)
+        ):
+            return True
+        tokens, tokens_without = state.num_running + added, state.num_running + alone
         return tokens > tokens_without * (1 + length * self.cost_coefficient)
 
 
@@ -200,6 +213,11 @@ class LengthChoice(ABC):
 
     learns: bool = False
     """Whether `learn` wants every step's outcome."""
+    most: int = 0
+    """No step drafts more."""
+
+    def begin(self, read_seconds: float) -> None:
+        """The target's prefill is done and took `read_seconds` per token."""
 
     @abstractmethod
     def choose(self, state: StepState, sources: Sources) -> int:
@@ -208,9 +226,8 @@ class LengthChoice(ABC):
     def learn(self, state: StepState, plan: DraftPlan, outcome: StepOutcome) -> None:
         """Take a step's outcome into account; nothing to learn by default."""
 
-    def decision(self, method: str) -> str:
-        """One line on what was decided and why; empty: nothing to say beyond the counts."""
-        return ""
+    def sum_up(self, counters: SpeculationCounters) -> None:
+        """Put what was decided, and why, into the call's report; default: nothing beyond the counts."""
 
 
 @final
@@ -218,7 +235,7 @@ class ConstantLength(LengthChoice):
     """An order: every step drafts `length` tokens, shorter only at limits."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        self.length = self.most = length
 
     def choose(self, state: StepState, sources: Sources) -> int:
         """See `LengthChoice.choose`."""
@@ -230,6 +247,7 @@ class TableLength(LengthChoice):
     """K by shape alone, for texts that one seed reproduces on any machine: a pass of at most 16 rows."""
 
     ROWS, COSTLY, FREE = 16, 4, 8
+    most = FREE
 
     def choose(self, state: StepState, sources: Sources) -> int:
         """A free part may fill the pass; a draft with forwards of its own draws four tokens where they fit."""

@@ -12,8 +12,9 @@ from typing import Any
 
 import transformers
 
-from hf_specdec.config import normalise
+from hf_specdec.config import SpeculativeConfig, normalise
 from hf_specdec.host import binding
+from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.drafts import check_pair
 from hf_specdec.host.generate import FLAG, TESTED_RANGE, Hooks, is_disabled, unexpected_hooks
 from hf_specdec.host.loading import load_draft
@@ -125,8 +126,11 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
     if draft is not None:
         draft = binding.unwrap(draft)
         check_pair(target, draft)
-    flag.setdefault("method", "draft_model")
-    return _bound(target, binding.Binding(target, draft, flag))
+        own_copy(draft, SpeculativeConfig(**flag), target, is_in_code=True)  # made now, and its errors are heard now
+    is_auto = flag.get("method", "auto") == "auto"
+    if is_auto:
+        flag["method"] = "auto" if draft is None or "model" in flag else "draft_model"
+    return _bound(target, binding.Binding(target, draft, flag, is_auto))
 
 
 def _bound(target: Any, bound: binding.Binding) -> Handle:

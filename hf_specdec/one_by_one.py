@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec import sampling
-from hf_specdec.decoding import SpeculativeCall, check_for_nan, propose, read_step, roll_back
+from hf_specdec.decoding import SpeculativeCall, check_for_nan, learn, propose, read_step, roll_back
 from hf_specdec.drafters.base import Draft
 from hf_specdec.timing import StepTimer
 from hf_specdec.verification import StandardVerifier, Verdict, verify_greedy
@@ -32,10 +32,10 @@ def decode_one_by_one(call: SpeculativeCall, processors: Any) -> None:
     while not call.emission.is_done:
         timer = StepTimer(sequence.device)
         timer.mark("start")
-        width = call.next_draft_length()
-        sequence.reserve(width + 1)
-        draft_coins, verify_coins = call.coins.next(width)
-        draft = propose(call, width, draft_coins)
+        state, plan = call.plan()
+        sequence.reserve(plan.length + 1)
+        draft_coins, verify_coins = call.coins.next(plan.length)
+        draft = propose(call, plan, draft_coins, timer)
         timer.mark("drafted")
         logits, hidden_states = call.target.score(sequence, draft.token_ids)
         accepted, taken = _walk(call, processors, draft, logits, hidden_states, verify_coins)
@@ -49,6 +49,9 @@ def decode_one_by_one(call: SpeculativeCall, processors: Any) -> None:
             timer.seconds("start", "drafted"),
             timer.seconds("drafted", "committed"),
         )
+        if call.planner.learns:
+            is_rejected = accepted < int(draft.lengths[0]) and not call.emission.is_done
+            learn(call, state, plan, [[1.0] * accepted + [0.0] * is_rejected], [taken], timer)
         call.counters.record_dropped(call.emission.take_dropped())
 
 

@@ -41,6 +41,9 @@ class SpeculationReport:
         reason: why plain decoding ran; None when the call speculated.
         decision: one line on what was done.
         notes: facts that a user may want to know, each once.
+        cost_coefficient: seconds of a draft token ÷ seconds of a plain target pass (c); None where it was not measured.
+        predicted_speedup, measured_speedup: tokens per second of this call's steps ÷ those of its plain passes, as the
+            cost model expected and as it came; None where draft lengths were not chosen from measurement.
     """
 
     method: str
@@ -65,6 +68,9 @@ class SpeculationReport:
     reason: str | None = None
     decision: str = ""
     notes: list[str] = field(default_factory=list)
+    cost_coefficient: float | None = None
+    predicted_speedup: float | None = None
+    measured_speedup: float | None = None
 
     @classmethod
     def plain(cls, reason: str, method: str = "plain") -> "SpeculationReport":

@@ -21,12 +21,16 @@ class SpeculationCounters:
         method: the drafting method.
         reason: why plain decoding ran, for the part of the call where it did.
         decision: one line on what was decided; empty: the report says it from the counts.
+        cost_coefficient, predicted_speedup, measured_speedup: see the report; None where they were not measured.
     """
 
     def __init__(self, method: str) -> None:
         self.method = method
         self.reason: str | None = None
         self.decision = ""
+        self.cost_coefficient: float | None = None
+        self.predicted_speedup: float | None = None
+        self.measured_speedup: float | None = None
         self._draft_lengths: list[int] = []
         self._histogram: list[int] = []
         self._reached_at: list[int] = []
@@ -125,6 +129,11 @@ class SpeculationCounters:
         if other.reason is not None:
             self._inner_reasons[other.reason] = None
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted ÷ reached so far."""
+        return _ratio(sum(n * rows for n, rows in enumerate(self._histogram)), sum(self._reached_at))
+
     def finish(self, total_seconds: float) -> None:
         """The whole call took `total_seconds`, calls merged so far included; `other_seconds` is what no part took."""
         self._total_seconds = total_seconds
@@ -155,7 +164,7 @@ class SpeculationCounters:
             prefill_emitted=self._prefill_emitted,
             accepted_histogram=list(self._histogram),
             acceptance_by_position=self._acceptance_by_position(),
-            acceptance_rate=_ratio(accepted, reached),
+            acceptance_rate=self.acceptance_rate,
             draft_utilization=_ratio(accepted, self._drafted),
             mean_acceptance_length=mean_acceptance_length,
             draft_seconds=self._draft_seconds,
@@ -165,6 +174,9 @@ class SpeculationCounters:
             reason=reason,
             decision=self.decision or self._default_decision(reason, mean_acceptance_length),
             notes=notes,
+            cost_coefficient=self.cost_coefficient,
+            predicted_speedup=self.predicted_speedup,
+            measured_speedup=self.measured_speedup,
         )
 
     def _acceptance_by_position(self) -> list[float]:

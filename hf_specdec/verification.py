@@ -98,7 +98,8 @@ class StandardVerifier(Verifier):
         is_accepted = is_drafted & (coins * draft_at < target_at)
         num_accepted = is_accepted.long().cumprod(dim=1).sum(dim=1)
         next_ids = _draw_next(target_probs, draft_probs, draft_ids, draft_lengths, uniforms, num_accepted)
-        return Verdict(num_accepted, next_ids, _accept_probs(target_at, draft_at, is_drafted))
+        accept_probs = _accept_probs(target_at, draft_at, is_drafted)
+        return Verdict(num_accepted, next_ids, accept_probs, accept_probs.cumprod(dim=1))
 
 
 @final
@@ -139,7 +140,7 @@ def verify_greedy(target_ids: VerifyIds, draft_ids: DraftIds, draft_lengths: Bat
     is_accepted = _is_drafted(draft_ids, draft_lengths) & (draft_ids == target_ids[:, : draft_ids.shape[1]])
     num_accepted = is_accepted.long().cumprod(dim=1).sum(dim=1)
     next_ids = target_ids.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-    return Verdict(num_accepted, next_ids, is_accepted.double())
+    return Verdict(num_accepted, next_ids, is_accepted.double(), is_accepted.double().cumprod(dim=1))
 
 
 def _is_drafted(draft_ids: DraftIds, draft_lengths: BatchInts) -> Bool[Tensor, "batch draft"]:

@@ -4,8 +4,11 @@ A text of independent tokens: each drafted token is kept with probability α, wh
 seconds of a pass by rows, of a draft forward, of reading, each with log-normal noise. One row, one model that drafts.
 """
 
+import itertools
+import json
 import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,7 +66,8 @@ def auto_seconds(world: World, seed: int, knowledge: PairKnowledge | None = None
     def noisy(seconds: float) -> float:
         return seconds * math.exp(rng.gauss(0.0, world.noise)) if seconds else 0.0
 
-    choice = MeasuredLength(knowledge or PairKnowledge(), read_guess=world.cost_coefficient * READ_SHARE)
+    choice = MeasuredLength(knowledge or PairKnowledge(), world.cost_coefficient)
+    choice.begin(READ_SHARE)
     planner = Planner(choice, Sources(world.cost_coefficient))
     position, debt, total, lengths = 0, PROMPT, 0.0, []
     while position < world.num_tokens:
@@ -90,3 +94,27 @@ def auto_seconds(world: World, seed: int, knowledge: PairKnowledge | None = None
 def regret(world: World, seed: int) -> float:
     """Share of the best fixed K's speed that the measured choice loses."""
     return 1 - best_constant(world)[1] / auto_seconds(world, seed)[0]
+
+
+COSTS = (0.05, 0.2, 0.5, 1.2)
+RATES = (0.05, 0.3, 0.6, 0.9)
+NUM_STEPS = 300
+NUM_SEEDS = 2
+
+
+def world(machine: str, cost: float, before: float, after: float) -> World:
+    """A text as long as what the best fixed K writes in `NUM_STEPS` steps."""
+    length, _ = best_constant(World(machine, cost, (before, after), 1000))
+    tokens = sum(sum(rate**i for i in range(length + 1)) for rate in (before, after)) / 2
+    return World(machine, cost, (before, after), 2 * int(NUM_STEPS * tokens / 2))
+
+
+def main() -> None:
+    """Print the mean regret of every world as JSON."""
+    worlds = itertools.product(MACHINES, COSTS, RATES, RATES)
+    found = {str(key): statistics.mean(regret(world(*key), seed) for seed in range(NUM_SEEDS)) for key in worlds}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -47,7 +47,7 @@ class Ledger:
 def read_results(results: Path) -> dict[str, dict[str, Ledger]]:
     """All ledgers below `results`, by device and experiment, in the order of their names."""
     ledgers: dict[str, dict[str, Ledger]] = {}
-    for path in sorted(results.glob("*/**/*.json")):
+    for path in sorted(results.glob("*/*/**/*.json")):
         device, *name = path.relative_to(results).with_suffix("").parts
         ledgers.setdefault(device, {})["/".join(name)] = Ledger(path)
     return ledgers

@@ -55,6 +55,7 @@ class DraftRequest:
 
     Attributes:
         config: the flag.
+        method: the drafter's name, what "auto" came to.
         target: the target model.
         model: the draft model, None for drafters without one.
         padding_mask: int64 [batch, seq] of the prompt, 0 on padding; None if there is none.
@@ -71,6 +72,7 @@ class DraftRequest:
 
     config: SpeculativeConfig
     target: Any
+    method: str = "draft_model"
     model: Any = None
     padding_mask: Tensor | None = None
     history_ids: Tensor | None = None
@@ -90,13 +92,15 @@ class Drafter(ABC):
         has_probs: whether `Draft.probs` is given when sampling (else tokens are point masses).
         changes_target: whether drafting changes the target for a while; calls on one target then take turns.
         is_free: whether drafting needs no forward of any model.
-        prior: acceptance expected of its tokens before anything was measured.
+        record: name under which the acceptance of its tokens is kept.
+        prior: acceptance expected of them before anything was measured.
     """
 
     needs_model: ClassVar[bool] = False
     has_probs: ClassVar[bool] = False
     changes_target: ClassVar[bool] = False
     is_free: ClassVar[bool] = False
+    record: ClassVar[str] = "draft"
     prior: ClassVar[float] = 0.6
 
     def __init__(self, request: DraftRequest) -> None:
@@ -115,7 +119,7 @@ class Drafter(ABC):
     def offers(self, sequence: Sequence, limit: int) -> list[Offer]:
         """What could be proposed now, one entry per row and at most `limit` tokens each; known before anything is
         drafted or drawn. Default: as much as may be asked."""
-        return [Offer(limit, self.request.config.method, self.prior)] * sequence.batch
+        return [Offer(limit, self.record, self.prior)] * sequence.batch
 
     def debt(self, sequence: Sequence) -> int:
         """Tokens, all rows together, that have to be read before the next draft; default: none."""
@@ -141,6 +145,9 @@ class Drafter(ABC):
             DraftFailure: the draft cannot go on. Any other exception is taken for one too, unless a logits processor
                 of the call raised it.
         """
+
+    def set_aside(self, sequence: Sequence, rows: list[int]) -> None:
+        """What was just proposed for `rows` is not used: another drafter serves them."""
 
     def max_draft_length(self, sequence: Sequence) -> int:
         """Most tokens that may be drafted now (a draft with a short context says less); default: no limit. Asked once

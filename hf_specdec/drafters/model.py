@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_specdec import sampling
-from hf_specdec.drafters.base import Draft, Drafter, DraftRequest
+from hf_specdec.drafters.base import Draft, Drafter, DraftPlan, DraftRequest
 from hf_specdec.host.draft_model import DraftModel
 from hf_specdec.registry import register_drafter
 from hf_specdec.sequence import Sequence
@@ -36,6 +36,14 @@ class ModelDrafter(Drafter):
         super().__init__(request)
         self.model = DraftModel(request, around)
 
+    def debt(self, sequence: Sequence) -> int:
+        """The prompt before the first draft; later what was written while nothing, or something else, drafted."""
+        return self.model.debt(sequence)
+
+    def prepare(self, sequence: Sequence, plan: DraftPlan) -> None:
+        """Bring the draft's keys up to the text."""
+        self.model.follow(sequence, plan.length)
+
     def propose(self, sequence: Sequence, draft_length: int, uniforms: Tensor) -> Draft:
         """See `Drafter.propose`. Rows whose text holds an id that the draft cannot embed draft nothing more."""
         self.model.follow(sequence, draft_length)
@@ -46,19 +54,24 @@ class ModelDrafter(Drafter):
         if self.request.is_sampling:
             probs = torch.zeros((batch, draft_length, self.request.vocab_size), dtype=torch.float32, device=device)
         any_broken = torch.zeros(batch, dtype=torch.bool, device=device)
-        feed = sequence.tail(2)
+        feed, short = sequence.tail(2), self._short_ids(device)
         lengths = torch.where(self.model.is_blocked(feed), 0, lengths)
         for position in range(draft_length):
-            scores = self.model.next_scores(feed, sequence, position)
+            scores = self.model.next_scores(feed, sequence, position, short is not None)
             if self.request.process is not None:
                 scores = self.request.process(scores[:, None], sequence, position)[:, 0]
             if probs is None:
                 token = scores.argmax(dim=-1)
                 is_broken = scores.gather(1, token[:, None])[:, 0].isnan()
             else:
-                probs[:, position] = sampling.softmax_probs(scores)
-                token = sampling.draw(probs[:, position], uniforms[:, position])
-                is_broken = probs[:, position, 0].isnan()  # one NaN makes the whole softmax NaN
+                law = sampling.softmax_probs(scores).to(probs.dtype)
+                token = sampling.draw(law, uniforms[:, position])
+                is_broken = law[:, 0].isnan()  # one NaN makes the whole softmax NaN
+                if short is None:
+                    probs[:, position] = law
+                else:  # q is 0 on all other ids
+                    probs[:, position].index_copy_(1, short, law)
+            token = token if short is None else short[token]
             lengths = torch.where(is_broken, lengths.clamp(max=position), lengths)
             any_broken = any_broken | is_broken
             ids[:, position] = token
@@ -66,6 +79,15 @@ class ModelDrafter(Drafter):
                 sequence.write(position, token)
             feed = token[:, None]
         return Draft(ids, probs, draft_lengths_after_eos(ids, lengths, self.request.eos_ids), any_broken)
+
+    def _short_ids(self, device: torch.device) -> Tensor | None:
+        """The ids to choose from, if they are few; None where processors have to see scores of all ids."""
+        ids = self.model.vocabulary.short_ids if self.request.process is None else None
+        return None if ids is None else ids.to(device)
+
+    def set_aside(self, sequence: Sequence, rows: list[int]) -> None:
+        """The keys of tokens that were fed for `rows` are not those of their text."""
+        self.model.forget_drafted(sequence, rows)
 
     def max_draft_length(self, sequence: Sequence) -> int:
         """What the draft's own context still holds."""

@@ -29,13 +29,15 @@ class Binding:
         target: the model it is for.
         draft: its draft model, may be the target itself; None if the draft is named in `flag` only.
         flag: plain data, as written into the target's generation config.
+        is_auto: whether no method was named: the flag of a draft that is an object says "draft_model", since whoever
+            reads it from a file or a copy has no draft, but here other drafters may help it.
     """
 
-    def __init__(self, target: Any, draft: Any, flag: dict[str, Any]) -> None:
+    def __init__(self, target: Any, draft: Any, flag: dict[str, Any], is_auto: bool = False) -> None:
         self._is_own_draft = draft is target
         self._draft = None if self._is_own_draft else draft
         self._target = weakref.ref(target)
-        self.flag = flag
+        self.flag, self.is_auto = flag, is_auto
 
     @property
     def draft(self) -> Any:

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_specdec.auto_length import MeasuredLength
 from hf_specdec.coins import Coins
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.decoding import SpeculativeCall, first_tokens, speculative_sampling
+from hf_specdec.draft_length import ConstantLength, LengthChoice, Offer, Part, Planner, Sources, StepState, TableLength
 from hf_specdec.drafters import Drafter, DraftRequest
 from hf_specdec.drafters.ngram import TextMemory
 from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories
 from hf_specdec.host.criteria import Criteria
+from hf_specdec.host.draft_copy import copy_facts
 from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
 from hf_specdec.host.emission import Emission
+from hf_specdec.host.knowledge import cost_coefficient, knowledge_of
 from hf_specdec.host.outputs import OutputRecorder
 from hf_specdec.host.processors import BlockProcessors, why_not_position_wise
 from hf_specdec.host.quantized import inexact_fact, quiet_int8, slow_rows_fact
@@ -33,7 +37,7 @@ from hf_specdec.sequence import Sequence
 from hf_specdec.statistics import SpeculationCounters
 from hf_specdec.timing import StepTimer
 
-__all__ = ["PROBS_BYTES", "Request", "run_call"]
+__all__ = ["PROBS_BYTES", "Request", "decide_aside", "run_call"]
 
 # Most bytes that p and q of one step may take when sampling; K is cut to fit.
 PROBS_BYTES = 256 * 2**20
@@ -47,6 +51,7 @@ class Request:
         model: the target.
         config: the flag.
         draft: the draft model, or None.
+        method: the drafter's name; what "auto" came to.
         counters: what the call did.
         why_plain: a reason for plain decoding that was known before.
         is_taken: whether `_sample` was reached.
@@ -56,6 +61,7 @@ class Request:
     model: Any
     config: SpeculativeConfig
     draft: Any
+    method: str
     counters: SpeculationCounters
     why_plain: str | None = None
     is_taken: bool = False
@@ -76,7 +82,7 @@ def run_call(
     inputs: dict,
 ) -> Any:
     """Decode speculatively; returns what `_sample` returns."""
-    drafter = lookup("method", DRAFTERS, request.config.method)
+    drafter = lookup("method", DRAFTERS, request.method)
     turn = in_turn(request.model) if getattr(drafter, "changes_target", False) else contextlib.nullcontext()
     with turn, quiet_int8(request.model, request.draft):
         return _run_call(request, input_ids, processors, stopping, generation_config, streamer, inputs)
@@ -109,7 +115,9 @@ def _run_call(
     try:
         with model._optimize_model_for_decode():
             first_tokens(call, scores)
-            request.counters.record_prefill(call.sequence.batch, timer.seconds("start", "prefilled"))
+            prefill_seconds = timer.seconds("start", "prefilled")
+            request.counters.record_prefill(call.sequence.batch, prefill_seconds)
+            call.planner.choice.begin(prefill_seconds / input_ids.numel())
             if call.processors is None and len(processors):
                 decode_one_by_one(call, processors)
             else:
@@ -118,6 +126,9 @@ def _run_call(
     finally:
         cache = call.target.release(call.sequence, sequences)
         _remember_draft(call, cache)
+        if call.drafter is not None:
+            call.drafter.close(call.sequence)
+    call.planner.choice.sum_up(request.counters)
     assert sequences is not None
     return recorder.output(sequences, sequences.shape[1] - input_ids.shape[1], cache)
 
@@ -130,6 +141,8 @@ def _note_quantization(request: Request) -> None:
     slow = slow_rows_fact(request.model, request.draft)
     if slow is not None:
         request.counters.note(slow)
+    for fact in copy_facts(request.draft):
+        request.counters.note(fact)
 
 
 def _prepared(
@@ -158,7 +171,6 @@ def _prepared(
         block = BlockProcessors(processors, criteria.eos_ids)
     is_sampling = bool(generation_config.do_sample)
     drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
-    draft_length, schedule = _fitting_draft_lengths(request, sequence.batch, is_sampling)
     pad = generation_config._pad_token_tensor
     return SpeculativeCall(
         target=target,
@@ -171,25 +183,58 @@ def _prepared(
         recorder=recorder,
         counters=request.counters,
         is_sampling=is_sampling,
-        draft_length=draft_length,
+        planner=_planner(request, drafter, sequence.batch, target.held, is_sampling),
         coins=Coins(sequence.batch, input_ids.device, is_sampling),
-        schedule=iter(schedule),
     )
 
 
-def _fitting_draft_lengths(request: Request, batch: int, is_sampling: bool) -> tuple[int, list[int]]:
-    """K, and the schedule of the first steps."""
-    length, schedule = request.config.draft_length, request.config.draft_lengths or []
-    if not is_sampling:
-        return length, schedule
-    per_position = batch * output_vocab_size(request.model) * 4
-    fits = max(1, (PROBS_BYTES // per_position - 1) // 2)  # K rows of q, K + 1 rows of p
-    asked = max([length, *schedule])
-    if fits < asked:
-        request.counters.note(
-            f"Drafting {fits} tokens per step instead of {asked}: more probabilities would not fit 256 MB."
-        )
-    return min(length, fits), [min(each, fits) for each in schedule]
+def _planner(request: Request, drafter: Drafter, batch: int, length: int, is_sampling: bool) -> Planner:
+    choice, schedule = _choice(request, batch, length), request.config.draft_lengths or []
+    most = 1 << 30
+    if is_sampling:
+        per_position = batch * output_vocab_size(request.model) * 4
+        most = max(1, (PROBS_BYTES // per_position - 1) // 2)  # K rows of q, K + 1 rows of p
+        asked = max([choice.most, *schedule])
+        if most < asked:
+            request.counters.note(
+                f"Drafting {most} tokens per step instead of {asked}: more probabilities would not fit 256 MB."
+            )
+    return Planner(choice, Sources(_cost_guess(request)), schedule, most, has_parts=len(drafter.parts) > 1)
+
+
+def _choice(request: Request, batch: int, length: int) -> LengthChoice:
+    config = request.config
+    if config.num_speculative_tokens != "auto":
+        return ConstantLength(int(config.num_speculative_tokens))
+    if config.deterministic:
+        return TableLength()
+    knowledge = knowledge_of(request.model, request.draft, request.method, batch, length)
+    return MeasuredLength(knowledge, _cost_guess(request))
+
+
+def _cost_guess(request: Request) -> float:
+    """c by the models' sizes; a drafter without a model of its own is taken for the target's size or for free."""
+    return 1.0 if request.draft is None else cost_coefficient(request.model, request.draft)
+
+
+def decide_aside(request: Request, input_ids: Tensor, generation_config: Any) -> str | None:
+    """One line on why the whole call is plain decoding, where what earlier calls measured says that drafting would not
+    pay anywhere in it; else None.
+
+    The original `_sample` then runs, with all that it does for plain decoding only. Where something drafts for free (a
+    look-up), only the text can tell, so the loop runs.
+    """
+    config, (batch, length) = request.config, input_ids.shape
+    drafter = lookup("method", DRAFTERS, request.method)
+    is_free = request.method == "auto" or drafter.is_free
+    if config.num_speculative_tokens != "auto" or config.deterministic or config.draft_lengths or is_free:
+        return None
+    longest = generation_config.max_length
+    remaining = (1 << 20) if longest is None else max(1, longest - length)
+    part = Part([Offer(remaining, drafter.record, drafter.prior)] * batch, debt=batch * length)
+    choice = _choice(request, batch, length)
+    assert isinstance(choice, MeasuredLength)
+    return choice.why_aside(StepState(batch, batch, remaining - 1, remaining, [part]), Sources(_cost_guess(request)))
 
 
 def _drafter(
@@ -202,7 +247,7 @@ def _drafter(
     block: BlockProcessors | None,
     generation_config: Any,
 ) -> Drafter:
-    cls = lookup("method", DRAFTERS, request.config.method)
+    cls = lookup("method", DRAFTERS, request.method)
     memory = draft_memories.get(target.source)
     history = _history(memory, sequence, target.shift)
     if target.shift and history is None:
@@ -213,6 +258,7 @@ def _drafter(
     return cls(
         DraftRequest(
             config=request.config,
+            method=request.method,
             target=request.model,
             model=request.draft,
             padding_mask=padding_mask,

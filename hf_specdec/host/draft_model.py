@@ -18,6 +18,7 @@ from transformers import DynamicCache
 
 from hf_specdec.drafters.base import DraftFailure, DraftRequest
 from hf_specdec.host.cache import RaggedCache
+from hf_specdec.host.draft_copy import kept_ids
 from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords, input_device
 from hf_specdec.sequence import Sequence
 from hf_specdec.vocabulary import VocabularyMap
@@ -52,7 +53,7 @@ class DraftMemory:
 
     def common_prefix(self, request: DraftRequest, ids: Tensor) -> list[int] | None:
         """Slots per row that can be used again for `ids` [batch, seq]; None if these are not the same rows."""
-        is_same_draft = self.model() is request.model and self.method == request.config.method
+        is_same_draft = self.model() is request.model and self.method == request.method
         if not is_same_draft or ids.shape[0] != self.ids.shape[0] or not self._pads_alike(request.padding_mask):
             return None
         width = min(ids.shape[1], self.ids.shape[1])
@@ -78,7 +79,7 @@ class DraftModel:
         self, request: DraftRequest, around: Callable[[], AbstractContextManager] = contextlib.nullcontext
     ) -> None:
         self.request, self.model, self._around = request, request.model, around
-        self.vocabulary = VocabularyMap(request.vocab_size, output_vocab_size(request.model))
+        self.vocabulary = VocabularyMap(request.vocab_size, output_vocab_size(request.model), kept_ids(request.model))
         history = request.history_ids
         self.shift = 0 if history is None else history.shape[1]
         self.valid: list[int] = []
@@ -101,6 +102,15 @@ class DraftModel:
         return self._max_positions - max(
             sequence.host_lengths[row] + self.shift - padding[row] for row in sequence.live_rows
         )
+
+    def debt(self, sequence: Sequence) -> int:
+        """Tokens, all rows together, that a step would have to read before drafting."""
+        lengths = [length + self.shift for length in sequence.host_lengths]
+        if self._runner is None:
+            memory: DraftMemory | None = self.request.resume
+            held = min(memory.valid, default=0) if isinstance(memory, DraftMemory) else 0
+            return sequence.batch * max(0, max(lengths) - 1 - held)
+        return sequence.batch * max(0, *(length - 2 - valid for length, valid in zip(lengths, self.valid, strict=True)))
 
     def is_blocked(self, feed: Tensor) -> Tensor:
         """bool [batch]: rows that hold an id which the draft cannot embed; `feed` are their newest ids."""
@@ -135,14 +145,20 @@ class DraftModel:
         fed = [length + self.shift - 1 for length in sequence.host_lengths]
         self.valid = [min(pair) for pair in zip(self.valid, fed, strict=False)]  # none before the prefill
 
-    def next_scores(self, feed: Tensor, sequence: Sequence, position: int) -> Tensor:
+    def forget_drafted(self, sequence: Sequence, rows: list[int]) -> None:
+        """Of the keys of `rows`, only those of committed text stay true."""
+        for row in rows:
+            self.valid[row] = min(self.valid[row], sequence.host_lengths[row] + self.shift)
+
+    def next_scores(self, feed: Tensor, sequence: Sequence, position: int, is_short: bool = False) -> Tensor:
         """Scores [batch, target vocab] float32 for drafted position `position`; `feed` [batch, 2 or 1] are its
-        inputs."""
+        inputs. `is_short`: over `vocabulary.short_ids` only."""
         first = position - 1 if position else -2
         starts = [length + self.shift + first for length in sequence.host_lengths]
         output = self._forward(feed, starts)
         self.valid = [start + feed.shape[1] for start in starts]
-        return self.vocabulary.to_target_logits(output.logits[:, -1].to(sequence.device))
+        logits = output.logits[:, -1].to(sequence.device)
+        return self.vocabulary.to_short_logits(logits) if is_short else self.vocabulary.to_target_logits(logits)
 
     def _forward(self, ids: Tensor, starts: list[int]) -> Any:
         assert self._runner is not None
@@ -216,7 +232,7 @@ class DraftModel:
         valid = [min(valid, length - 1) for valid, length in zip(self.valid, lengths, strict=True)]
         return DraftMemory(
             weakref.ref(self.model),
-            self.request.config.method,
+            self.request.method,
             ids.clone(),
             self.request.padding_mask,
             self._runner.cache,

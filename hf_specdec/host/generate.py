@@ -20,10 +20,10 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_specdec.config import DRAFT_KEYS, SpeculativeConfig, normalise, resolve
 from hf_specdec.host import binding, masks
-from hf_specdec.host.call import Request, run_call
+from hf_specdec.host.call import Request, decide_aside, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
 from hf_specdec.host.quantized import why_inexact
-from hf_specdec.host.reasons import logger, mode_reason, warn_once, why_draft_unfit, why_plain
+from hf_specdec.host.reasons import NOT_WORTH_IT, logger, mode_reason, warn_once, why_draft_unfit, why_plain
 from hf_specdec.statistics import SpeculationCounters
 
 __all__ = ["TESTED_RANGE", "Hooks", "is_disabled", "unexpected_hooks"]
@@ -191,9 +191,10 @@ def _flagged_call(original: Callable, model: Any, kwargs: dict[str, Any], resolu
     started = time.perf_counter()
     assistant = kwargs.pop("assistant_model", None)
     kwargs.pop("assistant_tokenizer", None)
-    draft, why = find_draft(model, resolution, assistant, hooks.config_drafts)
+    found = find_draft(model, resolution, assistant, hooks.config_drafts)
     outer = _REQUEST.get()
-    request = Request(model, resolution.config, draft, SpeculationCounters(resolution.config.method), why)
+    counters = SpeculationCounters(found.method)
+    request = Request(model, resolution.config, found.draft, found.method, counters, found.why_plain)
     _set_aside(model, kwargs)
     options = _option_lookup(model, kwargs)
     token = _REQUEST.set(request)
@@ -202,7 +203,7 @@ def _flagged_call(original: Callable, model: Any, kwargs: dict[str, Any], resolu
     finally:
         _REQUEST.reset(token)
     if not request.is_taken and request.num_nested == 0:
-        request.fall_back(why or mode_reason(model, options))
+        request.fall_back(found.why_plain or mode_reason(model, options))
     request.counters.finish(time.perf_counter() - started)
     if request.counters.reason is not None:
         warn_once(model, request.counters.reason)
@@ -266,6 +267,8 @@ def _wrap_sample(original: Callable) -> Callable:
             why = why_inexact(self)
         if why is None and request.draft is not None:  # last: the target's own reasons say more
             why = why_draft_unfit(request.draft)
+        if why is None and (decision := decide_aside(request, input_ids, generation_config)) is not None:
+            why, request.counters.decision = NOT_WORTH_IT, decision
         if why is not None:
             request.fall_back(why)
             return plain()

@@ -14,15 +14,17 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from hf_specdec.host.adapters import why_adapters
 from hf_specdec.host.cache import unsupported_layer
+from hf_specdec.host.draft_copy import original
 from hf_specdec.host.families import why_frequencies_move, why_not_ragged, why_slots_matter, why_window_without_mask
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
 from hf_specdec.host.processors import why_not_in_batch
 
-__all__ = ["NO_DRAFT", "mode_reason", "say_once", "warn_once", "why_draft_unfit", "why_plain"]
+__all__ = ["NOT_WORTH_IT", "NO_DRAFT", "mode_reason", "say_once", "warn_once", "why_draft_unfit", "why_plain"]
 
 logger = logging.getLogger("hf_specdec")
 
 NO_DRAFT = "no draft"
+NOT_WORTH_IT = "drafting does not pay here"
 
 # What `generate()` hands to `_sample` and the loop knows how to carry on.
 _HANDLED = {
@@ -137,6 +139,7 @@ def _why_attention(model: Any, inputs: dict) -> str | None:
 
 def why_draft_unfit(draft: Any) -> str | None:
     """The reason why `draft` cannot draft (recurrent state, a failed check), or None."""
+    draft = original(draft)  # a copy runs the same code, and its rounding is not a fault
     name = type(draft).__name__
     if getattr(draft, "_is_stateful", False):
         return f"the draft {name} has recurrent state"

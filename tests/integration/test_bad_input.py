@@ -149,12 +149,6 @@ def test_wrong_flag_through_a_pipeline(models, flag):
     one_line(caught)
 
 
-def test_true_without_any_draft(models):
-    with hf_specdec.register(), pytest.raises(ValueError, match="speculative_config=True found no draft") as caught:
-        models.target.generate(**prompts(), speculative_config=True)
-    assert "hf_specdec.enable(target, draft)" in one_line(caught)
-
-
 def test_a_loaded_model_inside_the_flag(models):
     for flag in (models.draft, {"model": models.draft}):
         with (

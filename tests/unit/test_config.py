@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_specdec import config_keys, registry
 from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 
-OWN_METHODS = "base, draft_model, ngram, suffix."
+OWN_METHODS = "auto, base, draft_model, ngram, suffix."
 CALL, CALL_CONFIG, MODEL_CONFIG = "call keyword", "generation_config", "model.generation_config"
 
 
@@ -29,16 +29,16 @@ def resolved(call=None, call_config=None, model_config=None):
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def test_defaults_are_four_tokens_by_a_draft_model_with_block_verification():
+def test_defaults_choose_drafter_and_length_and_verify_blocks():
     config = SpeculativeConfig()
-    assert (config.method, config.draft_length, config.rejection_sample_method) == ("draft_model", 4, "block")
-    assert config.to_dict() == {"method": "draft_model"}
+    assert (config.method, config.num_speculative_tokens) == ("auto", "auto")
+    assert config.rejection_sample_method == "block"
+    assert config.to_dict() == {"method": "auto"}
 
 
-def test_auto_means_four_tokens():
-    config = SpeculativeConfig(num_speculative_tokens="auto")
-    assert config.draft_length == 4
-    assert config.to_dict() == {"method": "draft_model", "num_speculative_tokens": "auto"}
+def test_auto_is_four_where_nothing_can_be_measured():
+    assert SpeculativeConfig(num_speculative_tokens="auto").draft_length == 4
+    assert SpeculativeConfig(num_speculative_tokens=7).draft_length == 7
 
 
 def test_config_survives_json_copy_and_pickle():
@@ -370,7 +370,8 @@ def test_dicts_merge_key_by_key():
 def test_naming_a_model_drops_the_draft_from_below(value):
     below = {"model": "old", "revision": "r", "quantization": "bnb", "dtype": "float16", "device": 0}
     resolution = resolved(value, None, below | {"num_speculative_tokens": 3})
-    assert resolution.config == SpeculativeConfig(model="new", num_speculative_tokens=3)
+    method = value.get("method", "auto")
+    assert resolution.config == SpeculativeConfig(method, model="new", num_speculative_tokens=3)
     assert not resolution.inherits_draft
     assert resolution.named_in == CALL
 
@@ -378,7 +379,7 @@ def test_naming_a_model_drops_the_draft_from_below(value):
 @pytest.mark.parametrize("value", ["draft_model", {"method": "draft_model"}, SpeculativeConfig("draft_model")])
 def test_naming_the_same_method_drops_the_draft_too(value):
     resolution = resolved(value, None, {"method": "draft_model", "model": "old"})
-    assert resolution == Resolution(SpeculativeConfig(), inherits_draft=False)
+    assert resolution == Resolution(SpeculativeConfig("draft_model"), inherits_draft=False)
 
 
 def test_the_lowest_place_keeps_the_draft_bound_there():

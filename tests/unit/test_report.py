@@ -29,7 +29,7 @@ def test_fields_stand_as_documented():
         "method", "draft_lengths", "target_passes", "steps", "drafted", "reached", "accepted", "emitted", "cut",
         "prefill_emitted", "accepted_histogram", "acceptance_by_position", "acceptance_rate", "draft_utilization",
         "mean_acceptance_length", "draft_seconds", "verify_seconds", "prefill_seconds", "other_seconds", "reason",
-        "decision", "notes",
+        "decision", "notes", "cost_coefficient", "predicted_speedup", "measured_speedup",
     ]  # fmt: skip
     with pytest.raises(dataclasses.FrozenInstanceError):
         full_report().steps = 4  # type: ignore[misc]

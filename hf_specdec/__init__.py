@@ -14,12 +14,14 @@ from hf_specdec.report import SpeculationReport
 if TYPE_CHECKING:
     from hf_specdec.candidates import SpeculativeCandidateGenerator
     from hf_specdec.integration import Handle, enable, register
+    from hf_specdec.token_counts import count_tokens
 
 __all__ = [
     "Handle",
     "SpeculationReport",
     "SpeculativeCandidateGenerator",
     "SpeculativeConfig",
+    "count_tokens",
     "enable",
     "register",
     "register_drafter",
@@ -32,6 +34,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Handle": "hf_specdec.integration",
     "SpeculativeCandidateGenerator": "hf_specdec.candidates",
+    "count_tokens": "hf_specdec.token_counts",
     "enable": "hf_specdec.integration",
     "register": "hf_specdec.integration",
 }

@@ -12,6 +12,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.drafters import Draft, Drafter, DraftRequest
+from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.drafts import check_pair
 from hf_specdec.host.processors import BlockProcessors, why_not_position_wise
@@ -50,9 +51,13 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
         **config: Any,
     ) -> None:
         self.config = SpeculativeConfig.from_dict(config)
-        self._class: type[Drafter] = lookup("method", DRAFTERS, self.config.method)
+        self._method = self.config.method
+        if self._method == "auto":  # nothing is measured here: one drafter serves the call
+            self._method = "ngram" if draft is None else "draft_model"
+        self._class: type[Drafter] = lookup("method", DRAFTERS, self._method)
         if self._class.needs_model:
             check_pair(target, draft)
+            draft = own_copy(draft, self.config, target, is_in_code=True)
         self._target, self._draft, self._max_length = target, draft, max_length
         self._is_sampling = do_sample
         self._eos = None if eos_token_id is None else torch.as_tensor(eos_token_id).flatten()
@@ -106,6 +111,7 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
     def _request(self, input_ids: Tensor) -> DraftRequest:
         return DraftRequest(
             config=self.config,
+            method=self._method,
             target=self._target,
             model=self._draft,
             is_sampling=self._is_sampling,

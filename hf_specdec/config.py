@@ -21,7 +21,7 @@ from hf_specdec.config_keys import check_lookup, clean_value, shown, validated
 
 __all__ = ["DRAFT_KEYS", "Resolution", "SpeculativeConfig", "normalise", "resolve"]
 
-AUTO_DRAFT_LENGTH = 4
+AUTO_DRAFT_LENGTH = 4  # where one number is wanted and nothing can be measured
 DRAFT_KEYS = (
     "method",
     "model",
@@ -31,6 +31,8 @@ DRAFT_KEYS = (
     "quantization",
     "dtype",
     "device",
+    "draft_quantization",
+    "draft_vocab",
 )
 """Keys that describe the draft: naming `method` or `model` in a higher place drops all of them from below."""
 
@@ -40,14 +42,18 @@ class SpeculativeConfig:
     """One resolved flag. Fields are validated and turned into plain JSON values on construction.
 
     Attributes:
-        method: name of a registered drafter.
+        method: name of a registered drafter. "auto": with a draft model and `num_speculative_tokens="auto"`, each row
+            is served by a look-up in its own text ("ngram") where that pays and by the model where not; with an
+            integer, by the model; without a model, by the look-up.
         model: the draft: a Hub id or a folder. None: the model bound by `enable`, or `assistant_model`.
         revision: branch, tag or commit of `model` on the Hub.
-        num_speculative_tokens: tokens drafted in every step (K, at least 1), shorter only at limits; "auto" is 4 until
-            draft lengths are chosen from measured costs.
+        num_speculative_tokens: tokens drafted in every step (K, at least 1), shorter only at limits. "auto": chosen
+            before each step from what target and draft were measured to cost and how much was kept; 0, plain decoding,
+            where nothing pays.
         draft_lengths: K of the call's first steps, one per step, 0 drafts nothing; then `num_speculative_tokens`
             holds. A report's `draft_lengths`, given with its call and seed, replays that call bit for bit.
-        deterministic: K never follows measured times, so that one seed gives one text. An integer K never does.
+        deterministic: under "auto", K comes from a table by batch size instead of measured times, so that one seed
+            gives one text. An integer K always does.
         rejection_sample_method: name of a registered verifier; "block" accepts at least as many as "standard".
         on_inexact: for a target whose scores depend on what else is in a forward (`llm_int8_threshold` above 0):
             "speculate" and say so, or "plain".
@@ -58,15 +64,20 @@ class SpeculativeConfig:
         quantization: of the draft: a method's name or a quantization config as a dict.
         dtype: of the draft: "auto" or the name of a torch dtype.
         device: of the draft: a torch device as a string, or the index of an accelerator.
+        draft_quantization: draft with the plugin's own copy of the draft, its linear layers converted in memory:
+            "int8" (torch's kernels for CPUs) or "nf4" (bitsandbytes; pays on CUDA and on CPUs with AVX512-BF16).
+        draft_vocab: draft only the most frequent ids, by a copy whose output head has no other rows: a number n (the n
+            lowest ids), a file of token counts (see `hf_specdec.count_tokens`), or `{"size": n, "counts": file}`.
+            Special tokens are always among them.
 
     Raises:
         TypeError, ValueError: a field has the wrong type, an unknown name, or asks for a lossy rule.
     """
 
-    method: str = "draft_model"
+    method: str = "auto"
     model: str | None = None
     revision: str | None = None
-    num_speculative_tokens: int | Literal["auto"] = 4
+    num_speculative_tokens: int | Literal["auto"] = "auto"
     draft_lengths: list[int] | None = None
     deterministic: bool = False
     rejection_sample_method: str = "block"
@@ -76,6 +87,8 @@ class SpeculativeConfig:
     quantization: str | dict[str, Any] | None = None
     dtype: str | None = None
     device: str | int | None = None
+    draft_quantization: str | None = None
+    draft_vocab: int | str | dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SpeculativeConfig":
         """Keeps the names of the fields given: one left at its default neither overrides nor drops what is below."""
@@ -132,12 +145,14 @@ class Resolution:
             by `enable` may be used.
         is_bare_true: on, and no place says anything more: the draft has to come from elsewhere.
         named_in: the place that named `config.model`; None when no place did.
+        copy_named_in: the highest place that named `draft_quantization` or `draft_vocab`; None when no place did.
     """
 
     config: SpeculativeConfig | None
     inherits_draft: bool = True
     is_bare_true: bool = False
     named_in: str | None = None
+    copy_named_in: str | None = None
 
 
 def normalise(value: Any) -> bool | dict[str, Any] | None:
@@ -187,14 +202,16 @@ def resolve(places: Sequence[tuple[str, Any]]) -> Resolution:
     if not layers:
         return Resolution(config=None)
     merged: dict[str, Any] = {}
-    inherits_draft, named_in = True, None
+    inherits_draft, named_in, copy_named_in = True, None, None
     for place, layer, is_lowest in reversed(layers):
         if "method" in layer or "model" in layer:
             merged = {key: value for key, value in merged.items() if key not in DRAFT_KEYS}
             inherits_draft = inherits_draft and is_lowest
-            named_in = place if "model" in layer else None
+            named_in, copy_named_in = (place if "model" in layer else None), None
+        if "draft_quantization" in layer or "draft_vocab" in layer:
+            copy_named_in = place
         merged.update(layer)
-    return Resolution(SpeculativeConfig(**merged), inherits_draft, is_bare_true=not merged, named_in=named_in)
+    return Resolution(SpeculativeConfig(**merged), inherits_draft, not merged, named_in, copy_named_in)
 
 
 def _normalised_at(place: str, value: Any) -> bool | dict[str, Any] | None:

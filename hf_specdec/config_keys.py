@@ -24,7 +24,7 @@ __all__ = ["USED_KEYS", "check_lookup", "clean_value", "shown", "validated"]
 logger = logging.getLogger("hf_specdec")
 
 # Valid before (and without) the modules that register themselves under these names on import.
-_OWN_METHODS = ("base", "draft_model", "ngram", "suffix")
+_OWN_METHODS = ("auto", "base", "draft_model", "ngram", "suffix")
 _OWN_REJECTION_METHODS = ("block", "standard")
 
 _OTHER_METHOD = "it belongs to a drafting method that is not in use"
@@ -292,6 +292,39 @@ def _device(key: str, value: Any) -> str | int:
     return value
 
 
+def _draft_quantization(key: str, value: Any) -> str:
+    name = _text(key, value)
+    lookup(key, dict.fromkeys(("int8", "nf4"), object), name)
+    return name
+
+
+def _draft_vocab(key: str, value: Any) -> int | str | dict[str, Any]:
+    expected = f'{key} must be a number of ids, a file of token counts, or {{"size": number, "counts": file}}'
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, Mapping):
+        for name in value:
+            if name not in ("size", "counts"):
+                raise ValueError(f"{expected}, got the key {name!r} in it.")
+        counts, size = (value.get(name) for name in ("counts", "size"))
+        if not isinstance(counts, (str, os.PathLike)) or not os.fspath(counts):
+            raise TypeError(f"{expected}, got {shown(counts)} as counts.")
+        return {"size": _num_ids(f"{key}['size']", size), "counts": os.fspath(counts)}
+    if isinstance(value, Integral):
+        return _num_ids(key, value)
+    raise TypeError(f"{expected}, got {shown(value)}.")
+
+
+def _num_ids(key: str, value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{key} must be an integer of at least 1, got {shown(value)}.")
+    if value < 1:
+        raise ValueError(f"{key} must be at least 1, got {value}. To draft all ids, leave it out.")
+    return int(value)
+
+
 USED_KEYS: dict[str, Callable[[str, Any], Any]] = {
     "method": _method,
     "model": _model,
@@ -306,5 +339,7 @@ USED_KEYS: dict[str, Callable[[str, Any], Any]] = {
     "quantization": _quantization,
     "dtype": _dtype,
     "device": _device,
+    "draft_quantization": _draft_quantization,
+    "draft_vocab": _draft_vocab,
 }
 """The keys with a meaning here, in the order of `SpeculativeConfig`'s fields, and what makes their value plain."""

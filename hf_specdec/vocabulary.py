@@ -4,12 +4,14 @@ One tokenizer, two embedding tables: models of a family pad their tables to diff
 rows, Qwen2.5-7B 152,064). Ids below the smaller size are shared. A draft token is drawn from the shared ids only, so
 q = 0 on ids that only the target has, and the target still gives those by residual or bonus (Chen et al. 2023,
 arXiv 2302.01318, Theorem 1 holds for any q). A text with an id that the draft cannot embed is one to draft no more for.
+A head that was cut to a short list of ids is the same case: q = 0 on all others, which the draft still embeds.
 
 Knows nothing of models or caches; a tokenizer is anything with `get_vocab()`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -44,16 +46,38 @@ class VocabularyMap:
 
     Attributes:
         target_size: rows of the target's output head.
-        draft_size: rows of the draft's output head and embedding.
+        draft_size: rows of the draft's embedding, and of its output head unless that was cut.
+        kept_ids: int64 [kept], ascending: the ids that the rows of a cut head stand for; None for a whole head.
     """
 
     target_size: int
     draft_size: int
+    kept_ids: Tensor | None = field(default=None, compare=False)
 
     @property
     def shared_size(self) -> int:
         """Ids below this one exist on both sides."""
         return min(self.target_size, self.draft_size)
+
+    @property
+    def head_size(self) -> int:
+        """Rows of the draft's output head."""
+        return self.draft_size if self.kept_ids is None else len(self.kept_ids)
+
+    @cached_property
+    def short_ids(self) -> Tensor | None:
+        """int64 [short]: the target's ids that a cut head can give, in the order of its rows; None for a whole head."""
+        return None if self.kept_ids is None else self.kept_ids[self.kept_ids < self.shared_size]
+
+    def to_short_logits(self, draft_logits: Float[Tensor, "*rows kept"]) -> Float[Tensor, "*rows short"]:
+        """The logits of a cut head over `short_ids`, float32 or wider.
+
+        Raises:
+            ValueError: as `to_target_logits`.
+        """
+        self._check_width(draft_logits)
+        assert self.short_ids is not None
+        return _widened(draft_logits[..., : len(self.short_ids)])  # ascending: what only the draft has comes last
 
     def to_target_logits(self, draft_logits: Float[Tensor, "*rows draft_vocab"]) -> Float[Tensor, "*rows vocab"]:
         """The draft's logits over the target's ids: −inf on target-only ids, draft-only ids dropped before drawing.
@@ -65,20 +89,30 @@ class VocabularyMap:
         Raises:
             ValueError: the logits have another width than the draft's output head was said to have.
         """
-        if draft_logits.shape[-1] != self.draft_size:
-            raise ValueError(
-                f"Expected draft logits over {self.draft_size} tokens, got {draft_logits.shape[-1]}. "
-                "Build the VocabularyMap from the sizes of the output heads."
-            )
-        shared = draft_logits[..., : self.shared_size] if self.draft_size > self.target_size else draft_logits
-        logits = shared.to(torch.promote_types(shared.dtype, torch.float32))
+        if self.short_ids is not None:
+            logits = self.to_short_logits(draft_logits)
+            whole = logits.new_full((*logits.shape[:-1], self.target_size), float("-inf"))
+            return whole.index_copy_(-1, self.short_ids.to(logits.device), logits)
+        self._check_width(draft_logits)
+        logits = _widened(draft_logits[..., : self.shared_size] if self.draft_size > self.target_size else draft_logits)
         if self.target_size == self.shared_size:
             return logits
         return torch.nn.functional.pad(logits, (0, self.target_size - self.shared_size), value=float("-inf"))
 
+    def _check_width(self, draft_logits: Tensor) -> None:
+        if draft_logits.shape[-1] != self.head_size:
+            raise ValueError(
+                f"Expected draft logits over {self.head_size} tokens, got {draft_logits.shape[-1]}. "
+                "Build the VocabularyMap from the sizes of the output heads."
+            )
+
     def is_embeddable(self, token_ids: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """Whether the draft has an embedding for each id of the target."""
         return token_ids < self.draft_size
+
+
+def _widened(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True)

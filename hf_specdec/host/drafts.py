@@ -1,14 +1,16 @@
 """Finds the draft of a call, and says why there is none."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from hf_specdec.config import Resolution, SpeculativeConfig
 from hf_specdec.drafters import Drafter
-from hf_specdec.drafters.base_model import BaseModelDrafter  # noqa: F401  (registers "base" and "draft_model")
+from hf_specdec.drafters.base_model import BaseModelDrafter  # noqa: F401  (registers "base")
+from hf_specdec.drafters.composite import CompositeDrafter  # noqa: F401  (registers "auto", "draft_model" and "ngram")
 from hf_specdec.drafters.suffix import SuffixDrafter  # noqa: F401  (registers "ngram" and "suffix")
 from hf_specdec.host import binding
+from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft
 from hf_specdec.host.reasons import NO_DRAFT
@@ -19,6 +21,7 @@ __all__ = ["MODEL_PLACE", "check_pair", "find_draft"]
 
 #: the lowest place of the flag, as `config.Resolution.named_in` calls it
 MODEL_PLACE = "model.generation_config"
+AUTO, MODEL = "auto", "draft_model"
 
 
 def check_pair(target: Any, draft: Any) -> None:
@@ -43,8 +46,19 @@ def check_pair(target: Any, draft: Any) -> None:
         check_vocabularies(output_vocab_size(target), output_vocab_size(draft), *tokenizers)
 
 
-def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bool) -> tuple[Any, str | None]:
-    """(draft model or None, reason for plain decoding or None) of a call with the flag on.
+class Found(NamedTuple):
+    """Who drafts in a call."""
+
+    method: str
+    """The drafter's name; "auto" only where more than one may serve a row."""
+    draft: Any
+    """The draft model, or None."""
+    why_plain: str | None
+    """Why nobody drafts, or None."""
+
+
+def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bool) -> Found:
+    """Who drafts in a call with the flag on.
 
     Args:
         target: the model that generates.
@@ -53,30 +67,43 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
         may_load: whether a draft that is named in data may be loaded.
 
     Raises:
-        ValueError: a bare True with no draft anywhere, a draft that does not fit, or one named at the call that
-            cannot be loaded.
+        ValueError: a draft that does not fit, or one named at the call that cannot be loaded.
     """
     config = resolution.config
     assert config is not None
     drafter: type[Drafter] = lookup("method", DRAFTERS, config.method)
     why = drafter.why_unfit(target)
     if why is not None or not drafter.needs_model:
-        return None, why
-    draft, why = assistant, None
+        return Found(config.method, None, why)
+    draft, is_auto = assistant, config.method == AUTO
     bound = binding.bindings_of(target)
-    if draft is None and resolution.inherits_draft and bound:
-        draft = bound[-1].draft
+    if resolution.inherits_draft and bound:
+        draft = bound[-1].draft if draft is None else draft
+        is_auto = is_auto or (bound[-1].is_auto and config.method == MODEL)
     if draft is None and config.model is not None:
         draft, why = _load_named(target, config, resolution.named_in, may_load)
     if draft is None:
-        if resolution.is_bare_true:
-            raise ValueError(
-                "speculative_config=True found no draft: nothing below the call names one. Pass assistant_model=…, "
-                'speculative_config={"model": …}, or call hf_specdec.enable(target, draft) first.'
-            )
-        return None, why or NO_DRAFT
+        is_alone = config.method == AUTO and why is None
+        return Found("ngram", None, None) if is_alone else Found(config.method, None, why or NO_DRAFT)
     check_pair(target, draft)
-    return draft, None
+    draft, why = _own_copy(target, draft, resolution)
+    method = config.method
+    if is_auto:
+        method = AUTO if config.num_speculative_tokens == "auto" else MODEL
+    return Found(method, draft, why)
+
+
+def _own_copy(target: Any, draft: Any, resolution: Resolution) -> tuple[Any, str | None]:
+    config, bound = resolution.config, binding.bindings_of(target)
+    assert config is not None
+    # What `enable` was given is the user's code, although it stands in the model's config too.
+    is_in_code = bool(bound) and bound[-1].flag.get("draft_vocab") == config.draft_vocab
+    try:
+        return own_copy(draft, config, target, is_in_code), None
+    except (ImportError, OSError, ValueError) as error:
+        if resolution.copy_named_in != MODEL_PLACE or bound:  # whoever names it in code wants to know
+            raise
+        return None, f"{NO_DRAFT}: {error}"
 
 
 def _load_named(target: Any, config: SpeculativeConfig, named_in: str | None, may_load: bool) -> tuple[Any, str | None]:

@@ -17,7 +17,14 @@ from transformers import DynamicCache
 from hf_specdec.host.cache import RaggedCache
 from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords, input_device
 
-__all__ = ["VERIFIED", "why_frequencies_move", "why_not_ragged", "why_slots_matter", "why_window_without_mask"]
+__all__ = [
+    "VERIFIED",
+    "weights_key",
+    "why_frequencies_move",
+    "why_not_ragged",
+    "why_slots_matter",
+    "why_window_without_mask",
+]
 
 # model_type of families whose every attention implementation the parity suite runs over (tests/zoo.py).
 VERIFIED = frozenset({"gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi", "qwen2", "qwen3"})
@@ -46,7 +53,7 @@ def why_not_ragged(model: Any) -> str | None:
     # A user's subclass and remote code have the model_type of a family without being it.
     if config.model_type in VERIFIED and type(model).__module__.startswith("transformers.models."):
         return None
-    key = getattr(config, "_attn_implementation", None), model.dtype, _weights_key(model)
+    key = getattr(config, "_attn_implementation", None), model.dtype, weights_key(model)
     with _LOCK:
         verdicts = _VERDICTS.setdefault(model, {})
         if key not in verdicts:
@@ -54,7 +61,7 @@ def why_not_ragged(model: Any) -> str | None:
         return verdicts[key]
 
 
-def _weights_key(model: Any) -> tuple[int, int]:
+def weights_key(model: Any) -> tuple[int, int]:
     """Changes when weights are replaced or written to: what was right by chance with fresh ones is asked again."""
     parameters = list(model.parameters())
     versions = sum(0 if parameter.is_inference() else parameter._version for parameter in parameters)

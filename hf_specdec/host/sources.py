@@ -7,7 +7,7 @@ may only mean a folder inside the target's own checkpoint, links followed, or a 
 Touches nothing but folder listings; `loading` reads the files.
 """
 
-__all__ = ["IN_CODE", "source_in_code", "source_in_data"]
+__all__ = ["IN_CODE", "counts_in_code", "counts_in_data", "source_in_code", "source_in_data"]
 
 import re
 from pathlib import Path
@@ -41,8 +41,8 @@ def source_in_data(model: str, target: PreTrainedModel) -> str:
             f"The draft {model!r} is named in data and points outside the target's checkpoint folder; only a folder "
             f"inside it or a Hub id 'org/name' is loaded from there. {IN_CODE}"
         )
-    home = Path(getattr(target, "name_or_path", "") or getattr(target.config, "_name_or_path", "") or "\0")
-    if "\0" not in str(home) and home.is_dir() and (home / path).exists():
+    home = _home(target)
+    if home is not None and (home / path).exists():
         inside = _enclosure(home)
         folder = (home / path).resolve()
         for place in [folder, *folder.rglob("*")]:
@@ -66,6 +66,37 @@ def source_in_data(model: str, target: PreTrainedModel) -> str:
             f"Hub's. {IN_CODE}"
         )
     return model
+
+
+def counts_in_code(path: str) -> str:
+    """The file of token counts that a path in the user's code means."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(
+            f"draft_vocab names the token counts {path!r}, and there is no such file. Make it with "
+            "hf_specdec.count_tokens(tokenizer, texts, path), or pass the number of ids."
+        )
+    return str(file.resolve())
+
+
+def counts_in_data(name: str, target: PreTrainedModel) -> str:
+    """The file of token counts inside the target's checkpoint folder that a name found in data means."""
+    path, home = Path(name), _home(target)
+    is_relative = not (path.is_absolute() or ".." in path.parts or "\\" in name or name.startswith("~"))
+    if is_relative and home is not None and (home / path).is_file():
+        file = (home / path).resolve()
+        if file.is_relative_to(_enclosure(home)):
+            return str(file)
+    raise ValueError(
+        f"draft_vocab names the token counts {name!r} in data, where only a file inside the target's checkpoint folder "
+        "is read. To use another one, pass it in code: hf_specdec.enable(target, draft, draft_vocab=…)."
+    )
+
+
+def _home(target: PreTrainedModel) -> Path | None:
+    """The folder that the target was loaded from, if it is one."""
+    name = getattr(target, "name_or_path", "") or getattr(target.config, "_name_or_path", "")
+    return Path(name) if name and "\0" not in name and Path(name).is_dir() else None
 
 
 def _enclosure(home: Path) -> Path:

@@ -78,6 +78,44 @@ def test_ids_beyond_the_drafts_rows_cannot_be_embedded():
     assert vocabulary_map.is_embeddable(torch.tensor([[0, 3], [4, 5]])).tolist() == [[True, True], [False, False]]
 
 
+# --- a short list -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_head_has_no_probability_outside_its_ids():
+    short = VocabularyMap(6, 5, torch.tensor([1, 4]))
+    assert (short.head_size, short.shared_size) == (2, 5)
+    logits = short.to_target_logits(torch.tensor([[[2.0, 3.0]], [[5.0, 7.0]]]))
+    assert logits.tolist() == [[[-INF, 2.0, -INF, -INF, 3.0, -INF]], [[-INF, 5.0, -INF, -INF, 7.0, -INF]]]
+
+
+def test_kept_ids_that_the_target_does_not_have_are_dropped_before_drawing():
+    short = VocabularyMap(4, 6, torch.tensor([1, 3, 4, 5]))
+    assert short.short_ids.tolist() == [1, 3]
+    logits = torch.tensor([[1.0, 2.0, 98.0, 99.0]])
+    assert short.to_short_logits(logits).tolist() == [[1.0, 2.0]]
+    assert short.to_target_logits(logits).tolist() == [[-INF, 1.0, -INF, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]
+)
+def test_logits_of_a_cut_head_are_widened(dtype, wide):
+    short = VocabularyMap(6, 5, torch.tensor([1, 4]))
+    assert short.to_short_logits(torch.zeros(1, 2, dtype=dtype)).dtype == wide
+    assert short.to_target_logits(torch.zeros(1, 2, dtype=dtype)).dtype == wide
+
+
+def test_logits_of_another_width_than_the_cut_heads_are_refused():
+    short = VocabularyMap(6, 5, torch.tensor([1, 4]))
+    for convert in (short.to_short_logits, short.to_target_logits):
+        with pytest.raises(ValueError, match=r"^Expected draft logits over 2 tokens, got 5\."):
+            convert(torch.zeros(1, 5))
+
+
+def test_ids_outside_the_short_list_are_embedded_as_before():
+    assert VocabularyMap(6, 4, torch.tensor([1])).is_embeddable(torch.tensor([0, 3, 4])).tolist() == [True, True, False]
+
+
 # --- comparison -------------------------------------------------------------------------------------------------------
 
 

@@ -177,7 +177,7 @@ def test_wrong_drafts_keys_and_batches_are_errors():
     with pytest.raises(
         TypeError, match="The draft must be a Hub id, a folder or a loaded PreTrainedModel, got NoneType"
     ):
-        SpeculativeCandidateGenerator(target)
+        SpeculativeCandidateGenerator(target, method="draft_model")
     with pytest.raises(ValueError, match="padding explains"):
         SpeculativeCandidateGenerator(target, llama(vocab_size=2000))
     with pytest.raises(ValueError, match="takes one row at a time, got 2"):

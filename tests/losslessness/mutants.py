@@ -1,7 +1,8 @@
 """Wrong rules, each a bug some project has had, to be put where the right ones go. Every law test must reject them.
 
 `MUTANTS` are verifiers around a right one: ``MUTANTS[name](inner)``, or ``registered_class(name, rule)`` for
-`register_verifier`. `DRAW_MUTANTS` go where a drafter draws its token, `LENGTH_MUTANTS` where drafting ends.
+`register_verifier`. `DRAW_MUTANTS` go where a drafter draws its token, `LENGTH_MUTANTS` where drafting ends;
+`show_prefixes_one_short` and `take_another_row` put a block through logits processors.
 `DropTheBonus` keeps the law of the text; what it loses is tokens per step, so it is rejected by their count.
 """
 
@@ -129,6 +130,24 @@ def drop_drafted_eos(draft_ids: Tensor, draft_lengths: Tensor, eos_ids: Tensor |
         return draft_lengths
     is_other = ~(draft_ids.unsqueeze(-1) == eos_ids).any(dim=-1)
     return torch.minimum(draft_lengths, is_other.long().cumprod(dim=1).sum(dim=1))
+
+
+def show_prefixes_one_short(call: Callable) -> Callable:
+    """`call` of `BlockProcessors`, where every position's prefix lacks its last token."""
+
+    def wrong(self, scores, sequence, first=0, real=None):
+        return call(self, scores, sequence, first - 1, real)
+
+    return wrong
+
+
+def take_another_row(call: Callable, num_prompts: int) -> Callable:
+    """`processors._one_row`, where a processor is asked for a row of the next prompt."""
+
+    def wrong(processor, ids, scores, row, batch):
+        return call(processor, ids, scores, (row + batch // num_prompts) % batch, batch)
+
+    return wrong
 
 
 MUTANTS: dict[str, type[Mutant]] = {

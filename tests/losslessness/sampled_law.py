@@ -38,6 +38,8 @@ class Oracle:
         mask: int64 [seq], 0 on padding.
         options: of `generate()`, from which transformers makes its processors.
         eos_id: the id that ends a text, which is then filled with `PAD`; None if none does.
+        num_new_tokens: what the call may add: processors that look at the maximum length see it.
+        row: which prompt of the call this is, for functions that are told.
     """
 
     model: PreTrainedModel
@@ -45,6 +47,8 @@ class Oracle:
     mask: Tensor
     options: dict[str, Any]
     eos_id: int | None = None
+    num_new_tokens: int = 1
+    row: int = 0
 
     @property
     def vocab(self) -> int:
@@ -58,10 +62,18 @@ class Oracle:
         mask = torch.cat([self.mask.expand(rows, -1), torch.ones_like(tokens)], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits.float()
-        processors = plain_processors(self.model, ids[:, :seq], mask[:, :seq], self.options)
+        processors = self.processors(rows)
         columns = range(seq, ids.shape[1])
         scores = [processors(ids[:, :column], logits[:, column - 1]) for column in columns]
         return torch.stack(scores, dim=1).double().softmax(dim=-1)
+
+    def processors(self, rows: int) -> LogitsProcessorList:
+        """Those of a plain call with this prompt `rows` times."""
+        options = {**self.options, "max_new_tokens": self.num_new_tokens, "eos_token_id": self.eos_id}
+        allowed = options.get("prefix_allowed_tokens_fn")
+        if allowed is not None:
+            options["prefix_allowed_tokens_fn"] = lambda _, ids: allowed(self.row, ids)
+        return plain_processors(self.model, self.prompt.expand(rows, -1), self.mask.expand(rows, -1), options)
 
     def is_running(self, tokens: Tensor) -> Tensor:
         """bool [rows, new]: tokens that were drawn, the rest is padding after an end."""
@@ -80,6 +92,10 @@ class Oracle:
         return combined([first_p_value(self, tokens), later_p_value(self, tokens)])
 
 
+class _Made(Exception):
+    """The processors are there; nothing of the call is needed beyond them."""
+
+
 def plain_processors(model: PreTrainedModel, ids: Tensor, mask: Tensor, options: dict) -> LogitsProcessorList:
     """The list that a plain `generate()` of `ids` makes; it may hold tensors with one entry per row."""
     lists: list[LogitsProcessorList] = []
@@ -87,15 +103,16 @@ def plain_processors(model: PreTrainedModel, ids: Tensor, mask: Tensor, options:
 
     def watched(*args, **kwargs):
         lists.append(make(*args, **kwargs))
-        return lists[-1]
+        raise _Made
 
     model._get_logits_processor = watched
     try:
-        with torch.random.fork_rng():
-            model.generate(input_ids=ids, attention_mask=mask, do_sample=True, max_new_tokens=1, **options)
+        model.generate(input_ids=ids, attention_mask=mask, do_sample=True, pad_token_id=PAD, **options)
+    except _Made:
+        return lists[0]
     finally:
         del model._get_logits_processor
-    return lists[0]
+    raise AssertionError("generate() made no processors")
 
 
 def combined(p_values: list[float]) -> float:

@@ -5,24 +5,35 @@ together raise a false alarm with probability FALSE_FAIL_RATE over the choice of
 size is such that the same statistic rejects every wrong rule of `mutants`.
 """
 
+import copy
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from scipy import stats
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor, WatermarkingConfig
 
 import hf_specdec
 from hf_specdec.coins import Coins
+from hf_specdec.host import processors
 from hf_specdec.registry import VERIFIERS
 from hf_specdec.verification import BlockVerifier, StandardVerifier
 from tests.losslessness import tiny_pairs
 from tests.losslessness.exact_law import Process, Tables, ideal_accepted_law
-from tests.losslessness.mutants import DRAW_MUTANTS, KEEP_THE_LAW, LENGTH_MUTANTS, MUTANTS, registered_class
-from tests.losslessness.tiny_pairs import DRAFTS, VOCAB, Case, p_value, plainly, sample
+from tests.losslessness.mutants import (
+    DRAW_MUTANTS,
+    KEEP_THE_LAW,
+    LENGTH_MUTANTS,
+    MUTANTS,
+    registered_class,
+    show_prefixes_one_short,
+    take_another_row,
+)
+from tests.losslessness.tiny_pairs import DRAFTS, NUM_ROWS, VOCAB, Case, p_value, plainly, sample
 
 FALSE_FAIL_RATE = 1e-6
 SEED = 20240
-NUM_ROWS = 3000
 RULES = {"standard": StandardVerifier, "block": BlockVerifier}
 MUTANT = "mutant of the tests"
 
@@ -58,25 +69,105 @@ OTHERS = {
         "a bfloat16 draft": Case(rule, 4, COMBINED, draft="bfloat16"),
     }.items()
 }
-# Every other processor that changes the law, each under both rules.
-EVERY_PROCESSOR = {
-    f"{name}-{rule}": Case(rule, 2, options)
-    for rule in RULES
-    for name, options in (
-        ("typical", {"typical_p": 0.8}),
-        ("epsilon", {"epsilon_cutoff": 0.05}),
-        ("eta", {"eta_cutoff": 0.05}),
-        ("top-h", {"top_h": 0.7}),
-        ("no repeated n-gram", {"no_repeat_ngram_size": 2}),
-        ("bad words", {"bad_words_ids": [[3], [1, 2]]}),
-        ("sequence bias", {"sequence_bias": [[[2], 1.5], [[1, 3], -2.0]]}),
-        ("suppressed", {"suppress_tokens": [4]}),
-        ("suppressed at the beginning", {"begin_suppress_tokens": [1]}),
-        ("encoder repetition penalty", {"encoder_repetition_penalty": 1.5}),
-        ("renormalised", {"renormalize_logits": True, "temperature": 0.7}),
-    )
+
+
+def allowed_after(_, ids):
+    """Depends on the text's length and on its last token."""
+    return [token for token in range(VOCAB) if (token + int(ids[-1]) + len(ids)) % 3]
+
+
+def allowed_in_row(row, ids):
+    """Depends on the prompt that the text is of, and on its last token."""
+    return [token for token in range(VOCAB) if (token + int(ids[-1]) + row) % 3]
+
+
+class FavourSum(LogitsProcessor):
+    """A user's own, which depends on the whole prefix and says that it is position-wise."""
+
+    position_wise = True
+
+    def __call__(self, input_ids, scores):
+        favoured = input_ids.sum(dim=-1, keepdim=True) % VOCAB
+        return scores.scatter_add(1, favoured, torch.full(favoured.shape, 1.5))
+
+
+# Every other processor that changes the law. By the scores alone …
+OF_SCORES = {
+    "typical": Case(options={"typical_p": 0.8}),
+    "epsilon": Case(options={"epsilon_cutoff": 0.05}),
+    "eta": Case(options={"eta_cutoff": 0.05}),
+    "top-h": Case(options={"top_h": 0.7}),
+    "suppressed": Case(options={"suppress_tokens": [4]}),
+    "renormalised": Case(options={"renormalize_logits": True, "temperature": 0.7}),
 }
-CASES = GRID | OTHERS | EVERY_PROCESSOR
+# … by the text before the token …
+BY_ROW = {"num_rows": 600, "rows_per_call": 15}  # processors that are called row by row: slow in large batches
+OF_TEXT = {
+    "no repeated n-gram": Case(options={"no_repeat_ngram_size": 2}),
+    "bad words": Case(options={"bad_words_ids": [[3], [1, 2]]}, **BY_ROW),
+    "sequence bias": Case(
+        options={"sequence_bias": [[[2], 1.5], [[1, 3], -4.0], [[4, 2], 3.0], [[2, 5], 3.0]]}, **BY_ROW
+    ),
+    "prefix function": Case(options={"prefix_allowed_tokens_fn": allowed_after}, **BY_ROW),
+    # Its other seeding scheme asks for 40 tokens at least: too many for a law by enumeration, see the parity suite.
+    "watermark": Case(
+        options={"watermarking_config": WatermarkingConfig(greenlist_ratio=0.5, bias=1.5, context_width=1)}, **BY_ROW
+    ),
+    "a user's own": Case(options={"logits_processor": LogitsProcessorList([FavourSum()])}, **BY_ROW),
+}
+# … by its length …
+OF_LENGTH = {
+    "min length": Case(options={"min_length": 9}, eos_id=1),  # the fourth new token of the longest prompt is the ninth
+    "min new tokens": Case(options={"min_new_tokens": 4}, eos_id=1),
+    "exponential decay": Case(options={"exponential_decay_length_penalty": (3, 2.5)}, eos_id=1, **BY_ROW),
+    "forced EOS": Case(options={"forced_eos_token_id": [2, 4]}, **BY_ROW),
+    "suppressed at the beginning": Case(options={"begin_suppress_tokens": [1, 4]}, **BY_ROW),
+}
+OF_A_PROMPT_OF_ONE = {  # elsewhere nothing is forced at the beginning
+    "forced BOS": Case(options={"forced_bos_token_id": 3}, prompts="one token", **BY_ROW),
+    "suppressed after a forced BOS": Case(
+        options={"forced_bos_token_id": 3, "begin_suppress_tokens": [1, 4]}, prompts="one token", **BY_ROW
+    ),
+}
+# … and by the row, so that every row must meet its own.
+OF_ROW = {
+    "repetition penalty past the padding": Case(options={"repetition_penalty": 3.0}),
+    "encoder repetition penalty": Case(options={"encoder_repetition_penalty": 1.5}, **BY_ROW),
+    "encoder no repeated n-gram": Case(options={"encoder_no_repeat_ngram_size": 2}, **BY_ROW),
+}
+KINDS = OF_SCORES | OF_TEXT | OF_LENGTH | OF_A_PROMPT_OF_ONE | OF_ROW
+# Each under both rules; of the slow ones, one row meets one rule and a batch the other.
+EVERY_PROCESSOR = {
+    f"{name}-{rule}": replace(case, rule=rule, draft_length=2)
+    for i, (name, case) in enumerate(KINDS.items())
+    for j, rule in enumerate(RULES)
+    if case.rows_per_call is None or name in OF_A_PROMPT_OF_ONE or (i + j) % 2 == 0
+}
+# Rows of different lengths, left-padded, at positions 1 to 3 of a block.
+IN_A_BATCH = {
+    f"{name} in a ragged batch-{rule}": replace(case, rule=rule, draft_length=3, prompts="ragged")
+    for i, (name, case) in enumerate(KINDS.items())
+    for j, rule in enumerate(RULES)
+    if name in OF_TEXT | OF_LENGTH | OF_ROW and (i + j) % 2
+}
+IN_A_BATCH |= {
+    f"prefix function by row-{rule}": Case(
+        rule,
+        3,
+        {"prefix_allowed_tokens_fn": allowed_in_row},
+        prompts="ragged",
+        uses_num_return_sequences=True,
+        **BY_ROW,
+    )
+    for rule in RULES
+}
+# Of the slow ones, a few texts for the fast suite.
+FEW = {
+    f"{name}, few texts": replace(case, num_rows=150)
+    for name, case in IN_A_BATCH.items()
+    if name.startswith(("forced EOS", "encoder no repeated n-gram"))
+}
+CASES = GRID | OTHERS | EVERY_PROCESSOR | IN_A_BATCH | FEW
 REJECT_BELOW = FALSE_FAIL_RATE / len(CASES)
 # One cell of the grid per rule and processor stays fast, each draft length equally often.
 FAST_CELLS = {
@@ -84,7 +175,15 @@ FAST_CELLS = {
     for i, name in enumerate(PROCESSORS)
     for j, rule in enumerate(RULES)
 }
-GRID_PARAMETERS = [pytest.param(name, marks=[] if name in FAST_CELLS else pytest.mark.slow) for name in GRID]
+# One of each kind.
+FAST = {
+    *FAST_CELLS,
+    *OTHERS,
+    *FEW,
+    "typical-standard",
+    *(name for name in IN_A_BATCH if name.startswith(("no repeated n-gram", "min new tokens", "repetition penalty"))),
+}
+PARAMETERS = [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
 
 
 @pytest.fixture
@@ -100,25 +199,23 @@ def mutant():
 
 
 def law_p_value(case: Case) -> float:
-    samples, report = sample(case, NUM_ROWS, SEED)
-    assert sum(len(tokens) for _, tokens in samples) == NUM_ROWS
-    assert report.accepted > 0
+    samples, totals = sample(case, SEED)
+    assert sum(len(tokens) for _, tokens in samples) == case.num_rows
+    assert totals.accepted > 0
     return p_value(samples)
 
 
-@pytest.mark.parametrize(
-    "name", [*GRID_PARAMETERS, *OTHERS, *(pytest.param(name, marks=pytest.mark.slow) for name in EVERY_PROCESSOR)]
-)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_texts_have_the_law_of_plain_sampling(name):
-    samples, report = sample(CASES[name], NUM_ROWS, SEED)
-    assert 0.2 <= report.acceptance_rate <= 0.8, str(report)
-    assert max(report.draft_lengths) == CASES[name].draft_length
+    samples, totals = sample(CASES[name], SEED)
+    assert 0.2 <= totals.acceptance_rate <= 0.8, str(totals.reports[0])
+    assert max(totals.draft_lengths) == CASES[name].draft_length
     assert p_value(samples) >= REJECT_BELOW
 
 
 def test_plain_sampling_has_the_computed_law():
-    samples, report = sample(Case(options=COMBINED, prompts="ragged", eos_id=2), NUM_ROWS, SEED, plainly)
-    assert report is None
+    samples, totals = sample(Case(options=COMBINED, prompts="ragged", eos_id=2), SEED, plainly)
+    assert not totals.reports
     assert p_value(samples) >= REJECT_BELOW
 
 
@@ -149,6 +246,48 @@ def test_sampled_law_rejects_a_draft_whose_law_is_taken_before_the_processors(ru
     assert process.num_calls > 0
 
 
+ONE_SHORT = OF_TEXT | OF_LENGTH | OF_A_PROMPT_OF_ONE
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if case.rows_per_call else []) for name, case in ONE_SHORT.items()],
+)
+def test_sampled_law_rejects_prefixes_that_are_one_token_short(name, monkeypatch):
+    wrong = show_prefixes_one_short(processors.BlockProcessors.__call__)
+    monkeypatch.setattr(processors.BlockProcessors, "__call__", wrong)
+    assert law_p_value(replace(ONE_SHORT[name], draft_length=3)) < REJECT_BELOW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in IN_A_BATCH if "encoder" in name or "by row" in name])
+def test_sampled_law_rejects_another_rows_answer(name, monkeypatch):
+    monkeypatch.setattr(processors, "_one_row", take_another_row(processors._one_row, 3))
+    assert law_p_value(IN_A_BATCH[name]) < REJECT_BELOW
+
+
+def test_sampled_law_rejects_another_rows_padding(monkeypatch):
+    def wrong(processor, scores, sequence, first):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = processor.prompt_ignore_length.roll(sequence.batch // 3)
+        return right(processor, scores, sequence, first)
+
+    right = processors.VECTORISED[RepetitionPenaltyLogitsProcessor]
+    monkeypatch.setitem(processors.VECTORISED, RepetitionPenaltyLogitsProcessor, wrong)
+    [case] = [case for name, case in IN_A_BATCH.items() if "past the padding" in name]
+    assert law_p_value(case) < REJECT_BELOW
+
+
+def test_every_processor_that_changes_the_law_has_a_case():
+    """One sets what is not finite, which leaves finite scores alone; those decoded plainly are transformers' own."""
+    made = set()
+    for case in CASES.values():
+        oracle = tiny_pairs.oracles(case, tiny_pairs.llama())[0]
+        made |= {type(processor).__name__ for processor in oracle.processors(1)}
+    shipped = {name for name, how in processors.processor_table() if not how.startswith("plain decoding")}
+    assert shipped - made == {"InfNanRemoveLogitsProcessor"}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_number_of_full_acceptances_rejects_a_dropped_bonus(rule, mutant):
     """Texts keep their law without the bonus; only K tokens are never accepted any more."""
@@ -163,10 +302,9 @@ def full_acceptances(verifier: str, rule: str, draft_length: int = 2) -> float:
     With K + 2 tokens in all no later step drafts K, so the histogram's last entry counts first steps only.
     """
     case = Case(verifier, draft_length, TEMPERATURE, num_new_tokens=draft_length + 2)
-    samples, report = sample(case, NUM_ROWS, SEED)
+    samples, totals = sample(case, SEED)
     law = full_acceptance_probability(samples[0][0], DRAFTS["noisy"](samples[0][0].model), rule, draft_length)
-    accepted = report.accepted_histogram[draft_length] if len(report.accepted_histogram) > draft_length else 0
-    return float(stats.binomtest(accepted, NUM_ROWS, law).pvalue)
+    return float(stats.binomtest(totals.num_accepting(draft_length), NUM_ROWS, law).pvalue)
 
 
 def full_acceptance_probability(oracle, draft, rule: str, draft_length: int) -> float:
@@ -202,5 +340,5 @@ def test_coin_of_zero_lets_no_impossible_token_through(rule, mutant, monkeypatch
 
 def num_impossible(verifier: str) -> int:
     """Tokens that top-k forbids after their own prefix, in a sample with the rule `verifier`."""
-    [(oracle, tokens)], _ = sample(Case(verifier, 4, {"top_k": 2}), 256, SEED)
+    [(oracle, tokens)], _ = sample(Case(verifier, 4, {"top_k": 2}, num_rows=256), SEED)
     return int((oracle.next_probs(tokens).gather(2, tokens[..., None]) == 0).sum())

@@ -17,8 +17,9 @@ from tests.losslessness.sampled_law import PAD, Oracle, combined
 
 VOCAB = 6
 POINT_MASS = "point mass of the tests"
-PROMPTS = {"one": [[5, 2, 3]], "ragged": [[2, 5, 1, 3, 4], [4, 2], [1, 1, 5, 2]]}
+PROMPTS = {"one": [[5, 2, 3]], "one token": [[5]], "ragged": [[2, 5, 1, 3, 4], [4, 2], [1, 1, 5, 2]]}
 NUM_NEW_TOKENS = 8
+NUM_ROWS = 3000
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Case:
         eos_id: the id that ends a text.
         uses_num_return_sequences: whether rows come from there instead of a repeated prompt.
         num_new_tokens: of every row.
+        num_rows: texts that are sampled, shared evenly among the prompts.
+        rows_per_call: of them in one call; None: all. Processors that are called row by row take a time that grows with
+            its square.
     """
 
     rule: str = "block"
@@ -46,6 +50,31 @@ class Case:
     eos_id: int | None = None
     uses_num_return_sequences: bool = False
     num_new_tokens: int = NUM_NEW_TOKENS
+    num_rows: int = NUM_ROWS
+    rows_per_call: int | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What several calls did."""
+
+    reports: list[SpeculationReport]
+
+    @property
+    def accepted(self) -> int:
+        return sum(report.accepted for report in self.reports)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / sum(report.reached for report in self.reports)
+
+    @property
+    def draft_lengths(self) -> list[int]:
+        return [length for report in self.reports for length in report.draft_lengths]
+
+    def num_accepting(self, num_tokens: int) -> int:
+        """Row-steps that accepted exactly `num_tokens`."""
+        return sum(sum(report.accepted_histogram[num_tokens : num_tokens + 1]) for report in self.reports)
 
 
 def llama(vocab: int = VOCAB) -> LlamaForCausalLM:
@@ -109,27 +138,43 @@ def as_draft(oracle: Oracle, draft: LlamaForCausalLM) -> Oracle:
     return replace(oracle, model=draft)
 
 
-def sample(case: Case, num_rows: int, seed: int, generate=None) -> tuple[list[tuple[Oracle, Tensor]], Any]:
-    """One call of `generate()`: (what plain sampling would do, new tokens of its rows) per prompt, and the report.
+def sample(case: Case, seed: int, generate=None) -> tuple[list[tuple[Oracle, Tensor]], Totals]:
+    """Calls of `generate()`: (what plain sampling would do, new tokens of its rows) per prompt, and what the calls did.
 
     `generate` is `speculatively` (the default) or `plainly`.
     """
     target = llama(case.target_vocab)
-    prompts = PROMPTS[case.prompts]
-    longest, repeats = max(map(len, prompts)), num_rows // len(prompts)
-    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    laws = oracles(case, target)
+    ids, mask = torch.stack([law.prompt for law in laws]), torch.stack([law.mask for law in laws])
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": case.num_new_tokens, **case.options}
     options |= {"pad_token_id": PAD, "eos_token_id": case.eos_id}
+    num_calls = case.num_rows // (case.rows_per_call or case.num_rows)
+    repeats = case.num_rows // num_calls // len(laws)
     if case.uses_num_return_sequences:
         options |= {"input_ids": ids, "attention_mask": mask, "num_return_sequences": repeats}
     else:
         inputs = {"input_ids": ids, "attention_mask": mask}
         options |= {name: value.repeat_interleave(repeats, dim=0) for name, value in inputs.items()}
-    sequences, report = (generate or speculatively)(case, target, options, seed)
-    tokens = sequences[:, longest:].split(repeats)
-    oracles = [Oracle(target, ids[row], mask[row], case.options, case.eos_id) for row in range(len(prompts))]
-    return list(zip(oracles, tokens, strict=True)), report
+    tokens, reports = [], []
+    for call in range(num_calls):
+        sequences, report = (generate or speculatively)(case, target, options, seed + call)
+        new = sequences[:, ids.shape[1] :]
+        new = torch.nn.functional.pad(new, (0, case.num_new_tokens - new.shape[1]), value=PAD)  # all rows ended early
+        tokens.append(new.unflatten(0, (len(laws), repeats)))
+        reports += [] if report is None else [report]
+    return list(zip(laws, torch.cat(tokens, dim=1), strict=True)), Totals(reports)
+
+
+def oracles(case: Case, target: LlamaForCausalLM) -> list[Oracle]:
+    """The law of each of the case's prompts, left-padded to one length."""
+    prompts = PROMPTS[case.prompts]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return [
+        Oracle(target, ids[row], mask[row], case.options, case.eos_id, case.num_new_tokens, row)
+        for row in range(len(prompts))
+    ]
 
 
 def plainly(case: Case, target, options: dict, seed: int) -> tuple[Tensor, None]:

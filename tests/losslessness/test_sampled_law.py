@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenalty
 
 import hf_specdec
 from hf_specdec.coins import Coins
+from hf_specdec.drafters.ngram import NgramDrafter
 from hf_specdec.host import processors
 from hf_specdec.registry import VERIFIERS
 from hf_specdec.verification import BlockVerifier, StandardVerifier
@@ -39,6 +40,7 @@ MUTANT = "mutant of the tests"
 
 TEMPERATURE = {"temperature": 0.7}
 FLAT = {"temperature": 1.5}  # under flat laws, and with short drafts, wrong rules show most
+LIVELY = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}  # texts still repeat themselves
 COMBINED = {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3}
 PROCESSORS = {
     "temperature": TEMPERATURE,
@@ -67,6 +69,9 @@ OTHERS = {
         "a larger draft vocabulary": Case(rule, 4, COMBINED, draft="larger vocabulary"),
         "a point mass": Case(rule, 4, COMBINED, draft="point mass"),
         "a bfloat16 draft": Case(rule, 4, COMBINED, draft="bfloat16"),
+        "looked up": Case(rule, 4, LIVELY, draft="ngram", prompts="ragged"),
+        "looked up, with EOS": Case(rule, 4, TEMPERATURE, draft="ngram", prompts="ragged", eos_id=1),
+        "looked up in other calls": Case(rule, 4, TEMPERATURE, draft="suffix", prompts="ragged", rows_per_call=300),
     }.items()
 }
 
@@ -244,6 +249,18 @@ def test_sampled_law_rejects_a_draft_whose_law_is_taken_before_the_processors(ru
     process = tiny_pairs.judge_by_unprocessed_draft(monkeypatch)
     assert law_p_value(Case(rule, 4, COMBINED)) < REJECT_BELOW
     assert process.num_calls > 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_law_rejects_looked_up_tokens_for_which_another_law_is_reported(rule, monkeypatch):
+    propose = NgramDrafter.propose
+
+    def with_uniform_probs(self, sequence, draft_length, uniforms):
+        draft = propose(self, sequence, draft_length, uniforms)
+        return replace(draft, probs=torch.full((*draft.token_ids.shape, VOCAB), 1 / VOCAB))
+
+    monkeypatch.setattr(NgramDrafter, "propose", with_uniform_probs)
+    assert law_p_value(OTHERS[f"looked up-{rule}"]) < REJECT_BELOW
 
 
 ONE_SHORT = OF_TEXT | OF_LENGTH | OF_A_PROMPT_OF_ONE

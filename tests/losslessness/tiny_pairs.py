@@ -30,7 +30,7 @@ class Case:
         rule: name of a registered verifier.
         draft_length: K.
         options: of `generate()`; the oracle's processors come from them too.
-        draft: a key of `DRAFTS`, or "point mass".
+        draft: a key of `DRAFTS`, "point mass", or one of `LOOK_UPS`.
         prompts: a key of `PROMPTS`.
         target_vocab: rows of the target's head.
         eos_id: the id that ends a text.
@@ -121,6 +121,9 @@ DRAFTS = {
 }
 
 
+LOOK_UPS = ("ngram", "suffix")
+
+
 class PointMassDrafter(Drafter):
     """Proposes one certain successor for every token. Leaves the text's scratch alone, as a third party's may."""
 
@@ -191,6 +194,8 @@ def speculatively(case: Case, target, options: dict, seed: int) -> tuple[Tensor,
     if case.draft == "point mass":
         flag["method"] = POINT_MASS
         hf_specdec.register_drafter(POINT_MASS, PointMassDrafter)
+    elif case.draft in LOOK_UPS:
+        flag["method"] = case.draft
     else:
         draft = DRAFTS[case.draft](target)
     try:

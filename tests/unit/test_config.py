@@ -15,6 +15,7 @@ from hf_specdec import config_keys, registry
 from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 
 OWN_METHODS = "auto, base, draft_model, ngram, suffix."
+DRAFT_VOCAB = 'draft_vocab must be a number of ids, a file of token counts, or {"size": number, "counts": file}'
 CALL, CALL_CONFIG, MODEL_CONFIG = "call keyword", "generation_config", "model.generation_config"
 
 
@@ -50,6 +51,21 @@ def test_config_survives_json_copy_and_pickle():
     for twin in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert twin == config
         assert normalise(twin) == normalise(config)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (500, 500),
+        ("counts.json", "counts.json"),
+        (Path("a") / "counts.txt", "a/counts.txt"),
+        ({"counts": Path("counts.json"), "size": 500}, {"size": 500, "counts": "counts.json"}),
+    ],
+)
+def test_a_short_list_becomes_plain_data(value, plain):
+    assert normalise({"draft_vocab": value}) == {"draft_vocab": plain}
+    config = SpeculativeConfig(draft_vocab=plain, draft_quantization="nf4")
+    assert SpeculativeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_config_is_frozen():
@@ -108,6 +124,16 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
                                        "accelerator, got 'cudo'."),
         ("device", -1, ValueError, 'device must be a torch device such as "cpu" or "cuda:0", or the index of an '
                                    "accelerator, got -1."),
+        ("draft_quantization", "nf5", ValueError, "Unknown draft_quantization 'nf5'. Did you mean 'nf4'? Available: "
+                                                  "int8, nf4."),
+        ("draft_vocab", 0, ValueError, "draft_vocab must be at least 1, got 0. To draft all ids, leave it out."),
+        ("draft_vocab", True, TypeError, "draft_vocab must be an integer of at least 1, got True (bool)."),
+        ("draft_vocab", 0.5, TypeError, DRAFT_VOCAB + ", got 0.5 (float)."),
+        ("draft_vocab", "", TypeError, DRAFT_VOCAB + ", got '' (str)."),
+        ("draft_vocab", {"n": 5}, ValueError, DRAFT_VOCAB + ", got the key 'n' in it."),
+        ("draft_vocab", {"size": 5}, TypeError, DRAFT_VOCAB + ", got None (NoneType) as counts."),
+        ("draft_vocab", {"counts": "c"}, TypeError, "draft_vocab['size'] must be an integer of at least 1, got None "
+                                                    "(NoneType)."),
         ("device", True, TypeError, 'device must be a torch device such as "cpu" or "cuda:0", or the index of an '
                                     "accelerator, got True (bool)."),
         ("draft_lengths", 4, TypeError, "draft_lengths must be a list of integers of at least 0, one per step, got 4 "
@@ -221,8 +247,9 @@ def test_unknown_key_names_the_nearest_and_the_list():
         ValueError,
         match=exactly(
             "Unknown speculative_config key 'num_speculative_token'. Did you mean 'num_speculative_tokens'? Available: "
-            "deterministic, device, draft_lengths, dtype, method, model, num_speculative_tokens, on_inexact, "
-            "prompt_lookup_max, prompt_lookup_min, quantization, rejection_sample_method, revision."
+            "deterministic, device, draft_lengths, draft_quantization, draft_vocab, dtype, method, model, "
+            "num_speculative_tokens, on_inexact, prompt_lookup_max, prompt_lookup_min, quantization, "
+            "rejection_sample_method, revision."
         ),
     ):
         normalise({"num_speculative_token": 4})
@@ -369,11 +396,19 @@ def test_dicts_merge_key_by_key():
 @pytest.mark.parametrize("value", [{"model": "new"}, {"method": "draft_model", "model": "new"}])
 def test_naming_a_model_drops_the_draft_from_below(value):
     below = {"model": "old", "revision": "r", "quantization": "bnb", "dtype": "float16", "device": 0}
+    below |= {"draft_quantization": "nf4", "draft_vocab": 100}
     resolution = resolved(value, None, below | {"num_speculative_tokens": 3})
     method = value.get("method", "auto")
     assert resolution.config == SpeculativeConfig(method, model="new", num_speculative_tokens=3)
     assert not resolution.inherits_draft
-    assert resolution.named_in == CALL
+    assert (resolution.named_in, resolution.copy_named_in) == (CALL, None)
+
+
+def test_the_place_that_asks_for_a_copy_of_the_draft_is_known():
+    below = {"model": "old", "draft_vocab": "counts.json"}
+    assert resolved(None, None, below).copy_named_in == MODEL_CONFIG
+    assert resolved({"num_speculative_tokens": 3}, None, below).copy_named_in == MODEL_CONFIG
+    assert resolved({"draft_quantization": "int8"}, None, below).copy_named_in == CALL
 
 
 @pytest.mark.parametrize("value", ["draft_model", {"method": "draft_model"}, SpeculativeConfig("draft_model")])

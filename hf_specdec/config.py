@@ -57,8 +57,8 @@ class SpeculativeConfig:
         rejection_sample_method: name of a registered verifier; "block" accepts at least as many as "standard".
         on_inexact: for a target whose scores depend on what else is in a forward (`llm_int8_threshold` above 0):
             "speculate" and say so, or "plain".
-        prompt_lookup_min: of "ngram" and "suffix": least tokens of the n-gram that is looked up. Where only this or only
-            `prompt_lookup_max` is given, the other follows.
+        prompt_lookup_min: of "ngram" and "suffix": least tokens of the n-gram that is looked up. Where only this or
+            only `prompt_lookup_max` is given, the other follows.
         prompt_lookup_max: of "ngram" and "suffix": most tokens of the n-gram that is looked up; of its occurrences the
             one that matches furthest back is taken.
         quantization: of the draft: a method's name or a quantization config as a dict.

@@ -81,10 +81,14 @@ class SpeculativeCall:
         sequence, rows = self.sequence, self.sequence.live_rows
         remaining = max(sequence.remaining(row) for row in rows)
         limit, parts, room = max(0, remaining - 1), [], 1 << 30
-        for drafter in [] if self.drafter is None else self.drafter.parts:
-            room = max(0, drafter.max_draft_length(sequence))
-            offers = drafter.offers(sequence, min(limit, room))
-            parts.append(Part([offers[row] for row in rows], drafter.is_free, drafter.debt(sequence)))
+        try:
+            for drafter in [] if self.drafter is None else self.drafter.parts:
+                room = max(0, drafter.max_draft_length(sequence))
+                offers = drafter.offers(sequence, min(limit, room))
+                parts.append(Part([offers[row] for row in rows], drafter.is_free, drafter.debt(sequence)))
+        except Exception as failure:  # whatever a drafter may raise: the call must go on without it
+            drop_draft(self, f"the draft failed ({_said(failure)})")
+            parts, room = [], 1 << 30
         state = StepState(sequence.batch, len(rows), limit, remaining, parts)
         plan = self.planner.plan(state)
         if room < limit and plan.length >= room:
@@ -167,8 +171,7 @@ def propose(call: SpeculativeCall, plan: DraftPlan, coins: Tensor, timer: StepTi
     except Exception as failure:  # whatever a drafter may raise; an error of a processor is the caller's to see
         if call.processors is not None and call.processors.raised is failure:
             raise
-        what = str(failure) if isinstance(failure, DraftFailure) else f"{type(failure).__name__}: {failure}"
-        drop_draft(call, f"the draft failed ({what})")
+        drop_draft(call, f"the draft failed ({_said(failure)})")
         timer.mark("prepared")
         return Draft.nothing(sequence)
     if call.processors is not None:  # they look for each position's own prefix in the scratch
@@ -177,6 +180,10 @@ def propose(call: SpeculativeCall, plan: DraftPlan, coins: Tensor, timer: StepTi
     lengths = torch.where(sequence.is_finished, 0, torch.minimum(draft.lengths, room))
     probs = None if draft.probs is None else draft.probs[:, :width]
     return Draft(draft.token_ids[:, :width], probs, lengths, draft.is_broken)
+
+
+def _said(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, DraftFailure) else f"{type(failure).__name__}: {failure}"
 
 
 def drop_draft(call: SpeculativeCall, why: str) -> None:

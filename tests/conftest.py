@@ -9,6 +9,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_specdec import integration
+from hf_specdec.auto_length import MeasuredLength
 from tests.zoo import made_pairs, pair
 
 torch.set_num_threads(1)
@@ -56,6 +57,20 @@ def transformers_stays_as_found(monkeypatch):
         handle.remove()
     assert not _changed(before)
     assert all(vars(model.generation_config) == config for model, config in configs)
+
+
+@pytest.fixture
+def measured():
+    """Draft lengths follow measured times, as they do for users."""
+
+
+@pytest.fixture(autouse=True)
+def four_tokens_under_auto(request, monkeypatch):
+    """Where no length is named, four tokens are drafted, except in tests that ask for `measured`: the times of tiny
+    models say nothing, and what these suites ask is whether all is right when something drafts."""
+    if "measured" not in request.fixturenames:
+        monkeypatch.setattr(MeasuredLength, "choose", lambda self, state, sources: min(4, state.limit))
+        monkeypatch.setattr(MeasuredLength, "why_aside", lambda self, state, sources: None)
 
 
 @pytest.fixture

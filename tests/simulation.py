@@ -1,6 +1,6 @@
 """A machine and a text that exist as numbers only, to try choices of K on.
 
-A text of independent tokens: each drafted token is kept with probability α, which changes once in the middle. A machine:
+A text of independent tokens: each drafted token is kept with probability α, which changes once midway. A machine:
 seconds of a pass by rows, of a draft forward, of reading, each with log-normal noise. One row, one model that drafts.
 """
 

@@ -5,6 +5,7 @@ the keys go back to the cache they came from, whatever happened.
 """
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,7 @@ def _run_call(
     timer.mark("prefilled")
     call = _prepared(request, input_ids, processors, stopping, generation_config, streamer, inputs, cache, recorder)
     sequences: Tensor | None = None
+    drafter = call.drafter
     try:
         with model._optimize_model_for_decode():
             first_tokens(call, scores)
@@ -126,8 +128,8 @@ def _run_call(
     finally:
         cache = call.target.release(call.sequence, sequences)
         _remember_draft(call, cache)
-        if call.drafter is not None:
-            call.drafter.close(call.sequence)
+        if drafter is not None:
+            drafter.close(call.sequence)
     call.planner.choice.sum_up(request.counters)
     assert sequences is not None
     return recorder.output(sequences, sequences.shape[1] - input_ids.shape[1], cache)
@@ -281,10 +283,27 @@ def _history(memory: Any, sequence: Sequence, shift: int) -> Tensor | None:
     return memory.ids[:, :shift] if is_long_enough else None
 
 
+def _with_text(memory: Any, drafter: Drafter, sequence: Sequence) -> Any:
+    """What a drafter keeps, with the whole text beside it: one that did not draft in this call has not seen its end."""
+    history, resumed = drafter.request.history_ids, drafter.request.resume
+    ids = sequence.ids[:, : max(sequence.host_lengths)]
+    if history is not None:
+        ids = torch.cat([history.to(ids.device), ids], dim=1)
+    if not isinstance(memory, (DraftMemory, TextMemory)) and memory is not None:
+        return memory
+    if memory is None or memory is resumed:
+        if isinstance(memory, DraftMemory) and memory.ids.shape[1] <= ids.shape[1]:
+            held = ids[:, : memory.ids.shape[1]]
+            if held.shape == memory.ids.shape and torch.equal(held, memory.ids.to(ids.device)):
+                return dataclasses.replace(memory, ids=ids.clone())
+        return TextMemory(ids.clone())
+    return memory
+
+
 def _remember_draft(call: SpeculativeCall, cache: Any) -> None:
     if cache is None or not call.target.is_kept:
         return
-    memory = None if call.drafter is None else call.drafter.keep()
+    memory = None if call.drafter is None else _with_text(call.drafter.keep(), call.drafter, call.sequence)
     if memory is None:
         draft_memories.pop(cache, None)
     else:

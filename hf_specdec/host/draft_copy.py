@@ -90,19 +90,19 @@ def own_copy(draft: Any, config: SpeculativeConfig, target: Any, is_in_code: boo
 
 def kept_ids(model: Any) -> Tensor | None:
     """int64 [kept], ascending: the ids behind the rows of a copy's cut head; None for every other model."""
-    about = _ABOUT.get(model)
+    about = None if model is None else _ABOUT.get(model)
     return None if about is None else about.kept_ids
 
 
 def original(model: Any) -> Any:
     """The draft that `model` is a copy of, else `model`."""
-    about = _ABOUT.get(model)
+    about = None if model is None else _ABOUT.get(model)
     return model if about is None else about.draft() or model
 
 
 def copy_facts(model: Any) -> tuple[str, ...]:
     """What was made of the draft, how long that took, and what to know of it; empty if `model` is no copy."""
-    about = _ABOUT.get(model)
+    about = None if model is None else _ABOUT.get(model)
     return () if about is None else about.facts
 
 

@@ -22,21 +22,11 @@ _LOCK = threading.Lock()
 _KNOWN: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict[Any, PairKnowledge]]]" = (
     weakref.WeakKeyDictionary()
 )
-_BYTES: "weakref.WeakKeyDictionary[Any, tuple[Any, float]]" = weakref.WeakKeyDictionary()
 
 
 def pass_bytes(model: Any) -> float:
     """Bytes of weights that a forward reads, offloaded ones counted `OFFLOAD_FACTOR` times. Embedding tables are looked
     up, not read, unless they are the output head too."""
-    first = next(model.parameters())
-    place = (first.device, first.dtype)
-    known = _BYTES.get(model)
-    if known is None or known[0] != place:
-        known = _BYTES[model] = place, _counted(model)
-    return known[1]
-
-
-def _counted(model: Any) -> float:
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     looked_up = None
     if table is not None and (head is None or getattr(head, "weight", None) is not table.weight):

@@ -209,7 +209,7 @@ def test_padded_vocabulary_breaks_sampling_with_both_tokenizers_in_the_builtin()
 
 
 def test_probabilities_of_another_tokenizer_do_not_belong_to_the_ids_in_the_builtin(tmp_path, monkeypatch):
-    """They stand in the order of a dictionary. So a draft that is sure of its tokens drafts some without probability."""
+    """They stand in a dictionary's order. So a draft that is sure of its tokens drafts some without probability."""
     target, _ = text_pair()
     draft = llama(5, TEXT_VOCAB + 3)
     with torch.no_grad():

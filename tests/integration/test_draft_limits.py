@@ -66,7 +66,7 @@ def test_prompt_longer_than_the_drafts_context_is_decoded_without_it():
     target = gpt2()
     inputs = prompts(2, length=20)
     plain = target.generate(**inputs, max_new_tokens=NEW)
-    with hf_specdec.enable(target, short_sighted(target, 16)):
+    with hf_specdec.enable(target, short_sighted(target, 16), num_speculative_tokens=4):
         assert target.generate(**inputs, max_new_tokens=NEW).tolist() == plain.tolist()
         report = hf_specdec.report(target)
         assert report.drafted == 0
@@ -206,7 +206,7 @@ def test_drafter_that_raises_leaves_a_call_that_goes_on_plainly(monkeypatch):
     target, _ = pair()
     call = {**prompts(3), "max_new_tokens": 16, "do_sample": False}
     plain = target.generate(**call)
-    with hf_specdec.enable(target, method="raising"):
+    with hf_specdec.enable(target, method="raising", num_speculative_tokens=4):
         for _ in range(2):  # the next call speculates again
             RaisingDrafter.steps = 0
             assert target.generate(**call).tolist() == plain.tolist()

@@ -16,9 +16,12 @@ from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenalty
 
 import hf_specdec
 from hf_specdec.coins import Coins
+from hf_specdec.drafters import Draft
+from hf_specdec.drafters.composite import CompositeDrafter
+from hf_specdec.drafters.model import ModelDrafter
 from hf_specdec.drafters.ngram import NgramDrafter
 from hf_specdec.host import processors
-from hf_specdec.registry import VERIFIERS
+from hf_specdec.registry import DRAFTERS, VERIFIERS
 from hf_specdec.verification import BlockVerifier, StandardVerifier
 from tests.losslessness import tiny_pairs
 from tests.losslessness.exact_law import Process, Tables, ideal_accepted_law
@@ -67,8 +70,12 @@ OTHERS = {
         "EOS in a ragged batch": Case(rule, 3, COMBINED, prompts="ragged", eos_id=2),
         "a smaller draft vocabulary": Case(rule, 4, COMBINED, draft="smaller vocabulary", target_vocab=VOCAB + 2),
         "a larger draft vocabulary": Case(rule, 4, COMBINED, draft="larger vocabulary"),
+        "look-ups and a model in one batch": Case(rule, 4, COMBINED, prompts="ragged", draft="look-up or model"),
         "a point mass": Case(rule, 4, COMBINED, draft="point mass"),
         "a bfloat16 draft": Case(rule, 4, COMBINED, draft="bfloat16"),
+        "an 8-bit draft": Case(rule, 4, COMBINED, draft="eight bits"),
+        "a short list of ids": Case(rule, 4, COMBINED, draft="short list", eos_id=5),
+        "a short list and no processors": Case(rule, 4, {"top_k": 0}, draft="short list", prompts="ragged"),
         "looked up": Case(rule, 4, LIVELY, draft="ngram", prompts="ragged"),
         "looked up, with EOS": Case(rule, 4, TEMPERATURE, draft="ngram", prompts="ragged", eos_id=1),
         "looked up in other calls": Case(rule, 4, TEMPERATURE, draft="suffix", prompts="ragged", rows_per_call=300),
@@ -359,3 +366,42 @@ def num_impossible(verifier: str) -> int:
     """Tokens that top-k forbids after their own prefix, in a sample with the rule `verifier`."""
     [(oracle, tokens)], _ = sample(Case(verifier, 4, {"top_k": 2}, num_rows=256), SEED)
     return int((oracle.next_probs(tokens).gather(2, tokens[..., None]) == 0).sum())
+
+
+class ChosenAfterTheDraw(CompositeDrafter):
+    """A wrong drafter: both propose, and the model's proposal is kept only where the look-up would not have said the
+    same first token. Which drafter serves a row then depends on a token that was drawn and may be dropped."""
+
+    def propose(self, sequence, draft_length, uniforms):
+        look_up, model = (part.propose(sequence, draft_length, uniforms) for part in self.parts)
+        ids = torch.zeros_like(model.token_ids)
+        ids[:, : look_up.token_ids.shape[1]] = look_up.token_ids
+        is_same = (look_up.lengths > 0) & (ids[:, 0] != model.token_ids[:, 0])
+        one_hot = torch.zeros_like(model.probs).scatter_(2, ids[..., None], 1.0)
+        return Draft(
+            torch.where(is_same[:, None], ids, model.token_ids),
+            torch.where(is_same[:, None, None], one_hot, model.probs),
+            torch.where(is_same, look_up.lengths, model.lengths),
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_law_rejects_a_drafter_chosen_after_the_draw(rule, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "auto", ChosenAfterTheDraw)
+    assert law_p_value(Case(rule, 4, COMBINED, prompts="ragged", draft="look-up or model")) < REJECT_BELOW
+
+
+class ShortenedAfterTheDraw(ModelDrafter):
+    """A wrong drafter: it ends its draft before a token that its own law found unlikely. K then depends on a token that
+    was drawn and is dropped."""
+
+    def propose(self, sequence, draft_length, uniforms):
+        draft = super().propose(sequence, draft_length, uniforms)
+        drawn = draft.probs.gather(2, draft.token_ids[..., None])[..., 0]
+        return replace(draft, lengths=(drawn > 0.25).long().cumprod(dim=1).sum(dim=1))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_law_rejects_a_draft_length_chosen_after_the_draw(rule, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "draft_model", ShortenedAfterTheDraw)
+    assert law_p_value(Case(rule, 4, TEMPERATURE)) < REJECT_BELOW

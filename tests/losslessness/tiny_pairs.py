@@ -118,6 +118,16 @@ DRAFTS = {
     "smaller vocabulary": lambda target: noisy(target, target.config.vocab_size - 2),
     "larger vocabulary": lambda target: noisy(target, target.config.vocab_size + 2),
     "bfloat16": lambda target: noisy(target).to(torch.bfloat16),
+    "short list": noisy,
+    "eight bits": noisy,
+    "look-up or model": noisy,
+}
+# Keys of the flag that go with a draft.
+FLAGS: dict[str, dict[str, Any]] = {
+    "short list": {"draft_vocab": 4},
+    "eight bits": {"draft_quantization": "int8"},
+    # Under "auto" both may serve a row of one step; the schedule fixes K only.
+    "look-up or model": {"num_speculative_tokens": "auto", "draft_lengths": [3, 4, 2, 3, 4, 4, 3, 2]},
 }
 
 
@@ -190,6 +200,7 @@ def plainly(case: Case, target, options: dict, seed: int) -> tuple[Tensor, None]
 def speculatively(case: Case, target, options: dict, seed: int) -> tuple[Tensor, SpeculationReport]:
     """The same call with the flag on."""
     flag: dict[str, Any] = {"num_speculative_tokens": case.draft_length, "rejection_sample_method": case.rule}
+    flag |= FLAGS.get(case.draft, {})
     draft = None
     if case.draft == "point mass":
         flag["method"] = POINT_MASS

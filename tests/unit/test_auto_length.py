@@ -19,6 +19,7 @@ from hf_specdec.statistics import SpeculationCounters
 from tests.simulation import World, auto_seconds, regret, world
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("measured")
 
 
 def test_regret_is_at_most_five_per_cent_on_average_and_ten_at_worst():

@@ -6,6 +6,7 @@ texts gives (`host.oracle`). `gtest` compares. The same is done with a wrong rul
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,15 +74,15 @@ def draw_sample(pair: Pair, num_rows: int, seed: int, control: str | None = None
                 ids = pair.generate(inputs, seed + calls, {"rejection_sample_method": rule}, **options)
                 sample.reports.append(pair.report())
                 left -= rows
-                _count(pair, ids, len(prompt), sample.counts)
+                _count(pair, ids, len(prompt), options, sample.counts)
     return sample
 
 
-def _count(pair: Pair, ids: Tensor, prompt_length: int, counts: LawCounts) -> None:
+def _count(pair: Pair, ids: Tensor, prompt_length: int, options: dict[str, Any], counts: LawCounts) -> None:
     num_new = ids.shape[1] - prompt_length
     if num_new < 2:
         return
-    processors = call_processors(pair.target, ids[:1, :prompt_length], pair.sampling_options())
+    processors = call_processors(pair.target, ids[:1, :prompt_length], options)
     chunk = max(1, LAW_BYTES // (num_new * pair.vocab * 4))
     for rows in ids.split(chunk):
         new = rows[:, prompt_length:]

@@ -17,23 +17,27 @@ from hf_specdec.vocabulary import VocabularyMap
 __all__ = ["call_processors", "later_probs"]
 
 
+class _Made(Exception):
+    """The processors are there: nothing else of the call is wanted."""
+
+
 def call_processors(model: Any, prompt_ids: Tensor, options: dict[str, Any]) -> LogitsProcessorList:
-    """The list that a plain `generate()` of `prompt_ids` [1, seq] with `options` makes."""
+    """The list that a plain `generate()` of `prompt_ids` [1, seq] with `options` makes, its maximum length among them.
+    Nothing is decoded."""
     lists: list[LogitsProcessorList] = []
     make = model._get_logits_processor
 
     def watched(*args: Any, **kwargs: Any) -> LogitsProcessorList:
         lists.append(make(*args, **kwargs))
-        return lists[-1]
+        raise _Made
 
     model._get_logits_processor = watched
     try:
         model.generate(
-            input_ids=prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            speculative_config=False,
-            **{**options, "max_new_tokens": 1},
+            input_ids=prompt_ids, attention_mask=torch.ones_like(prompt_ids), speculative_config=False, **options
         )
+    except _Made:
+        pass
     finally:
         del model._get_logits_processor
     return lists[0]

@@ -344,12 +344,29 @@ def test_p_values_of_right_laws_are_not_too_small_and_of_wrong_ones_are():
     assert min(p for _, _, p in counts.tests().values()) < REJECT_BELOW
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"forced_eos_token_id": 5},
+        pytest.param({"min_new_tokens": 4, "eos_token_id": 5}, marks=pytest.mark.slow),
+        pytest.param({"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 5}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_true_pair_passes_with_processors_that_look_at_the_length(options):
+    """The law was once computed for a text of one new token, whose forced end stood elsewhere."""
+    target, draft = pair()
+    for name, value in options.items():
+        setattr(target.generation_config, name, value)
+    assert failed(audited(target, draft)) == []
+
+
 def test_oracle_gives_the_processed_law_of_every_prefix():
     target = llama()
     ids = torch.tensor([[5, 6, 7, 8, 9, 10], [5, 6, 3, 3, 20, 1]])
     options = {"do_sample": True, "temperature": 0.7, "top_k": 5, "repetition_penalty": 1.3, "pad_token_id": 0}
     with hf_specdec.register():
-        processors = call_processors(target, ids[:1, :2], options)
+        processors = call_processors(target, ids[:1, :2], {**options, "max_new_tokens": 4})
         probs = later_probs(target, ids, 4, processors)
         for column in range(3, 6):
             prefix = ids[:, :column]

@@ -36,6 +36,7 @@ def pass_bytes(model: Any) -> float:
         if parameter is not looked_up:
             factor = OFFLOAD_FACTOR if parameter.device.type == "meta" else 1
             total += parameter.numel() * parameter.element_size() * factor
+    total += sum(getattr(module, "packed_bytes", 0) for module in model.modules())  # no Parameter holds them
     return max(total, 1.0)
 
 

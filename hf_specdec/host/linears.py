@@ -114,6 +114,7 @@ class Int8Linear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.packed_bytes = weight.numel()
         wide = weight.float()
         scales = wide.abs().amax(dim=1).clamp_min(_SMALLEST * 127).double() / 127
         with warnings.catch_warnings():  # torch means to drop quantized tensors one day: see check_kernels

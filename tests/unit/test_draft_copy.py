@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.host import draft_copy, reasons
 from hf_specdec.host.draft_copy import copy_facts, kept_ids, original, own_copy
+from hf_specdec.host.knowledge import pass_bytes
 from hf_specdec.host.reasons import why_draft_unfit
 from tests.integration.pairs import VOCAB, llama
 
@@ -151,6 +152,15 @@ def test_layers_with_transposed_weights_are_converted(quantization):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=64, n_layer=1, n_head=2)).eval()
     got, expected = logits(made(model, draft_quantization=quantization)), logits(model)
     assert float((got - expected).norm() / expected.norm()) < 0.2
+
+
+@QUANTIZATIONS
+def test_a_pass_of_the_copy_reads_fewer_bytes(quantization):
+    needs(quantization)
+    model = draft()
+    whole = pass_bytes(model)
+    assert pass_bytes(made(model, draft_quantization=quantization)) < whole / 2
+    assert pass_bytes(made(model, draft_vocab=8)) == whole - (VOCAB - 8) * 64 * 4
 
 
 # --- the user's draft -------------------------------------------------------------------------------------------------

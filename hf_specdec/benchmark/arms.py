@@ -1,20 +1,25 @@
 """The ways of decoding that are compared: one small object each, in one list.
 
 To add one (another drafter, a policy, another engine), write a class or use `Ours` with other keywords, and put it into
-`arms_of`. `set_up` runs outside the timed part.
+`arms_of`. `set_up` runs outside the timed part. Other engines are in `engines`.
 """
 
 import contextlib
 import copy
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import hf_specdec
-from hf_specdec.benchmark.experiment import Experiment
+from hf_specdec.benchmark.experiment import Cell, Experiment
 
-__all__ = ["Arm", "Assisted", "Ours", "Plain", "arms_of"]
+__all__ = ["LOOKUP_TOKENS", "Arm", "Assisted", "Decode", "Lookup", "Ours", "Plain", "arms_of"]
+
+Decode = Callable[..., Any]
+"""Takes the keywords of `generate()`, gives the prompts' and the new ids, [batch, seq]."""
+LOOKUP_TOKENS = 10  # what transformers' documentation of prompt lookup proposes
 
 
 class Arm(ABC):
@@ -22,7 +27,7 @@ class Arm(ABC):
 
     Attributes:
         name: in the ledger and for ``--arms``.
-        family: "plain", "assisted" or "ours": what it is compared with.
+        family: "plain", "assisted", "lookup", "ours" or an engine's name: what it is compared with.
         max_batch: most rows that it takes; None: any number.
     """
 
@@ -31,12 +36,12 @@ class Arm(ABC):
     max_batch: ClassVar[int | None] = None
 
     @abstractmethod
-    def set_up(self, target: Any, draft: Any) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """Around one call of ``target.generate()``: gives its additional keywords, and leaves both models as found."""
+    def set_up(self, target: Any, draft: Any) -> contextlib.AbstractContextManager[Decode]:
+        """Around one call: gives what decodes, and leaves both models as found."""
 
-    def fits(self, batch: int) -> bool:
-        """Whether `batch` rows can be decoded at once."""
-        return self.max_batch is None or batch <= self.max_batch
+    def fits(self, cell: Cell) -> bool:
+        """Whether it can answer `cell`."""
+        return self.max_batch is None or cell.batch <= self.max_batch
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,9 @@ class Plain(Arm):
     family: ClassVar[str] = "plain"
 
     @contextlib.contextmanager
-    def set_up(self, target: Any, draft: Any) -> Iterator[dict[str, Any]]:
+    def set_up(self, target: Any, draft: Any) -> Iterator[Decode]:
         """See `Arm.set_up`."""
-        yield {}
+        yield target.generate
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Assisted(Arm):
     max_batch: ClassVar[int | None] = 1
 
     @contextlib.contextmanager
-    def set_up(self, target: Any, draft: Any) -> Iterator[dict[str, Any]]:
+    def set_up(self, target: Any, draft: Any) -> Iterator[Decode]:
         """See `Arm.set_up`. Its settings are read from the draft's generation config, and some schedules write them."""
         found = draft.generation_config
         draft.generation_config = copy.deepcopy(found)
@@ -76,9 +81,23 @@ class Assisted(Arm):
             draft.generation_config.num_assistant_tokens_schedule = "constant"
             draft.generation_config.assistant_confidence_threshold = 0
         try:
-            yield {"assistant_model": draft}
+            yield functools.partial(target.generate, assistant_model=draft)
         finally:
             draft.generation_config = found
+
+
+@dataclass(frozen=True)
+class Lookup(Arm):
+    """transformers' own prompt lookup: drafts what followed the text's last tokens before."""
+
+    name: str
+    family: ClassVar[str] = "lookup"
+    max_batch: ClassVar[int | None] = 1
+
+    @contextlib.contextmanager
+    def set_up(self, target: Any, draft: Any) -> Iterator[Decode]:
+        """See `Arm.set_up`."""
+        yield functools.partial(target.generate, prompt_lookup_num_tokens=LOOKUP_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -90,19 +109,53 @@ class Ours(Arm):
     family: ClassVar[str] = "ours"
 
     @contextlib.contextmanager
-    def set_up(self, target: Any, draft: Any) -> Iterator[dict[str, Any]]:
+    def set_up(self, target: Any, draft: Any) -> Iterator[Decode]:
         """See `Arm.set_up`."""
-        with hf_specdec.enable(target, draft, **self.config):
-            yield {}
+        drafts = () if self.config.get("method") == "ngram" else (draft,)
+        with hf_specdec.enable(target, *drafts, **self.config):
+            yield target.generate
 
 
-def arms_of(experiment: Experiment) -> list[Arm]:
-    """The arms of an experiment; the first and the last are plain, the order of the others is drawn per prompt."""
+def arms_of(experiment: Experiment, tell: Callable[[str], None] = lambda text: None) -> list[Arm]:
+    """The arms of an experiment; the first and the last are plain, the order of the others is drawn per prompt.
+
+    Args:
+        experiment: the question.
+        tell: gets one line per engine that is left out because it is not installed.
+    """
     return [
         Plain("plain-first"),
         Assisted("assisted-default"),
         *(Assisted(f"assisted-{length}", length) for length in experiment.assisted_draft_lengths),
-        *(Ours(f"ours-{length}", {"num_speculative_tokens": length}) for length in experiment.draft_lengths),
-        # Policies and other drafters go here, each with the keywords of its flag.
+        *([Lookup("assisted-lookup")] if experiment.has_lookup else []),
+        *_engines(experiment, tell),
+        *_ours(experiment),
         Plain("plain-last"),
     ]
+
+
+def _ours(experiment: Experiment) -> Iterator[Arm]:
+    """Every draft length of every drafter, then the choices. Policies and other drafters go here."""
+    drafts = {"": {}} | {f"-{name}": {"draft_quantization": name} for name in experiment.draft_quantization}
+    for suffix, config in drafts.items():
+        for length in experiment.draft_lengths:
+            yield Ours(f"ours{suffix}-{length}", {**config, "num_speculative_tokens": length})
+    for length in experiment.ngram_lengths:
+        yield Ours(f"ngram-{length}", {"method": "ngram", "num_speculative_tokens": length})
+    if experiment.auto:
+        for suffix, config in drafts.items():
+            yield Ours(f"ours-auto{suffix}", config)
+    if experiment.auto_model:
+        yield Ours("ours-auto-model", {"method": "draft_model"})
+
+
+def _engines(experiment: Experiment, tell: Callable[[str], None]) -> Iterator[Arm]:
+    from hf_specdec.benchmark.engines import ENGINES, is_installed
+
+    for name in experiment.engines:
+        if not is_installed(name):
+            tell(f"{name} is not installed and is left out: pip install --no-deps {name}")
+            continue
+        for length in experiment.assisted_draft_lengths:
+            if length in experiment.draft_lengths:
+                yield ENGINES[name](f"{name}-{length}", length)

@@ -16,15 +16,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MODES", "Cell", "Experiment", "Prompt", "read_experiment"]
+__all__ = ["MODES", "Cell", "Experiment", "Prompt", "is_greedy", "keywords_of", "read_experiment"]
 
-QUICK_GROUPS, QUICK_TOKENS = 2, 32
+QUICK_GROUPS, QUICK_TOKENS = 2, 48
+ENGINES = ("flashspec", "economize")
+NUMBERS = {
+    "batches": int,
+    "draft_lengths": int,
+    "ngram_lengths": int,
+    "assisted_draft_lengths": int,
+    "seeds": int,
+    "temperatures": float,
+}
+DRAFT_QUANTIZATIONS, TARGET_QUANTIZATIONS = ("int8", "nf4"), ("nf4",)
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
 }
-"""Keywords of `generate()` by mode; "sampling" draws from the model's own distribution, uncut."""
+"""Keywords of `generate()` by mode; "sampling" draws from the model's own distribution, uncut. Beside these,
+`Experiment.temperatures` adds modes like "T=0.3"."""
+
+
+def keywords_of(mode: str) -> dict[str, Any]:
+    """Keywords of `generate()` for a mode of `MODES`, or "T=" and a temperature; 0 is greedy."""
+    if mode in MODES:
+        return MODES[mode]
+    temperature = float(mode.removeprefix("T="))
+    return {**MODES["sampling"], "temperature": temperature} if temperature else MODES["greedy"]
+
+
+def is_greedy(mode: str) -> bool:
+    """Whether the mode takes the likeliest token."""
+    return not keywords_of(mode)["do_sample"]
 
 
 @dataclass(frozen=True)
@@ -60,16 +84,25 @@ class Experiment:
         prompts: all prompts that are used, in the order of their file.
         dtype: of target and draft.
         modes: names of `MODES`.
+        temperatures: each is one more mode, "T=0.3"; 0 is greedy.
         batches: batch sizes; prompts go in groups of that many.
         draft_lengths: fixed K of ours.
+        draft_quantization: "nf4", "int8": `draft_lengths` and `auto` once more with such a copy of the draft.
+        ngram_lengths: fixed K of look-ups, without the draft.
+        auto: the plugin with its defaults, which chooses K and drafter.
+        auto_model: K is chosen, the drafter is always the draft model.
         assisted_draft_lengths: fixed K of transformers' assisted decoding.
+        has_lookup: transformers' own prompt lookup.
+        engines: other packages ("flashspec", "economize"), where installed, at each K that `draft_lengths` and
+            `assisted_draft_lengths` both name.
+        target_quantization: "nf4" loads the target in 4 bits, computing in `dtype`.
         max_new_tokens: per row.
         seeds: each prompt is decoded with each.
         warm_up: runs of every arm, not recorded, before a cell.
         max_groups: most groups of prompts per cell; None: all.
 
     Raises:
-        ValueError: an unknown mode, or a kind with fewer prompts than a batch has rows.
+        ValueError: an unknown name, a number out of range, or a kind with fewer prompts than a batch has rows.
     """
 
     name: str
@@ -78,18 +111,32 @@ class Experiment:
     prompts: tuple[Prompt, ...]
     dtype: str = "bfloat16"
     modes: tuple[str, ...] = ("greedy", "sampling")
+    temperatures: tuple[float, ...] = ()
     batches: tuple[int, ...] = (1,)
     draft_lengths: tuple[int, ...] = (1, 2, 3, 4)
+    draft_quantization: tuple[str, ...] = ()
+    ngram_lengths: tuple[int, ...] = ()
+    auto: bool = True
+    auto_model: bool = False
     assisted_draft_lengths: tuple[int, ...] = (3, 5)
+    has_lookup: bool = False
+    engines: tuple[str, ...] = ()
+    target_quantization: str | None = None
     max_new_tokens: int = 64
     seeds: tuple[int, ...] = (0,)
     warm_up: int = 1
     max_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for mode in self.modes:
-            if mode not in MODES:
-                raise ValueError(f"Unknown mode {mode!r} in {self.name}. Available: {', '.join(MODES)}.")
+        self._check_names("mode", self.modes, tuple(MODES))
+        self._check_names("draft_quantization", self.draft_quantization, DRAFT_QUANTIZATIONS)
+        self._check_names("engine", self.engines, ENGINES)
+        if self.target_quantization is not None:
+            self._check_names("target_quantization", (self.target_quantization,), TARGET_QUANTIZATIONS)
+        for key in (key for key in NUMBERS if key != "seeds"):
+            self._check_numbers(key, 0 if key == "temperatures" else 1)
+        if not self.modes and not self.temperatures:
+            raise ValueError(f"{self.name} has no modes and no temperatures. Available modes: {', '.join(MODES)}.")
         if not self.prompts:
             raise ValueError(f"{self.name} has no prompts. Set prompts and prompts_per_kind.")
         for cell in self.cells():
@@ -99,10 +146,21 @@ class Experiment:
                     "Raise prompts_per_kind or leave that batch size out."
                 )
 
+    def _check_names(self, what: str, names: tuple[Any, ...], known: tuple[str, ...]) -> None:
+        for name in names:
+            if name not in known:
+                raise ValueError(f"Unknown {what} {name!r} in {self.name}. Available: {', '.join(known)}.")
+
+    def _check_numbers(self, key: str, least: int) -> None:
+        for value in getattr(self, key):
+            if not least <= value < float("inf"):
+                raise ValueError(f"{key} in {self.name} must be numbers of at least {least}, got {value!r}.")
+
     def cells(self) -> list[Cell]:
         """All cells, kinds innermost, so that an early stop leaves every kind of the first mode."""
         kinds = dict.fromkeys(prompt.kind for prompt in self.prompts)
-        return [Cell(kind, mode, batch) for batch in self.batches for mode in self.modes for kind in kinds]
+        modes = dict.fromkeys((*self.modes, *(f"T={temperature:g}" for temperature in self.temperatures)))
+        return [Cell(kind, mode, batch) for batch in self.batches for mode in modes for kind in kinds]
 
     def groups(self, cell: Cell) -> list[tuple[Prompt, ...]]:
         """The cell's prompts in groups of `cell.batch`; an incomplete last group is left out."""
@@ -111,8 +169,15 @@ class Experiment:
         return [tuple(prompts[start : start + cell.batch]) for start in starts][: self.max_groups]
 
     def quick(self) -> "Experiment":
-        """A short form, for work on the code: two groups of prompts per cell, 32 new tokens."""
-        return dataclasses.replace(self, max_groups=QUICK_GROUPS, max_new_tokens=min(QUICK_TOKENS, self.max_new_tokens))
+        """A short form, for work on the code: two prompts per cell, 48 new tokens, batch 1, no sweep of temperatures
+        beside the modes."""
+        return dataclasses.replace(
+            self,
+            max_groups=QUICK_GROUPS,
+            max_new_tokens=min(QUICK_TOKENS, self.max_new_tokens),
+            batches=(1,),
+            temperatures=() if self.modes else self.temperatures,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The question as plain JSON data; prompts by name."""
@@ -133,6 +198,8 @@ class Experiment:
             "seeds": self.seeds,
             "warm_up": self.warm_up,
         }
+        if self.target_quantization is not None:  # absent from older questions, which it must not change
+            asked["target_quantization"] = self.target_quantization
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -165,8 +232,19 @@ def read_experiment(path: Path) -> Experiment:
         if type(value) is not expected:
             wanted = "a list" if expected is tuple else f"of type {expected.__name__}"
             raise ValueError(f"{key} in {path.name} must be {wanted}, got {data[key]!r}.")
-        values[key] = value
+        values[key] = tuple(_element(path, key, each) for each in value) if isinstance(value, tuple) else value
     return Experiment(name=_name(path), prompts=prompts, **values)
+
+
+def _element(path: Path, key: str, value: Any) -> Any:
+    """One entry of the list at `key`; TOML's 1 is a temperature of 1.0."""
+    wanted = NUMBERS.get(key, str)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        kind = {int: "whole numbers", float: "numbers", str: "names"}[wanted]
+        raise ValueError(f"{key} in {path.name} must be a list of {kind}, got {value!r} in it.")
+    return value
 
 
 def _name(path: Path) -> str:

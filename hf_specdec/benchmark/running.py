@@ -5,6 +5,7 @@ first and last, and each run starts with the same seed. A record holds raw secon
 Seconds are those of the whole call of `generate()`, prefill included, as a user waits for them.
 """
 
+import collections
 import contextlib
 import copy
 import gc
@@ -21,13 +22,13 @@ from transformers import GenerationConfig
 import hf_specdec
 from hf_specdec.benchmark.arms import Arm
 from hf_specdec.benchmark.environment import PeakMemory, describe
-from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt
+from hf_specdec.benchmark.experiment import Cell, Experiment, Prompt, keywords_of
 from hf_specdec.benchmark.ledger import Ledger
 
 __all__ = ["Models", "encoder", "run_experiment"]
 
 WARM_UP_TOKENS = 8
-_DROPPED = ("draft_lengths", "decision", "method")  # of a report: the arm says them, or their sum is kept
+_DROPPED = ("draft_lengths", "method")  # of a report: the arm says it, or its histogram is kept
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def run_experiment(
     *,
     chooses: Callable[[Cell], bool] = lambda cell: True,
     is_rerun: bool = False,
+    ends_at: float | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Measure every chosen cell that the ledger does not hold yet, and write each as it is done.
@@ -82,19 +84,28 @@ def run_experiment(
         ledger: where answers go.
         chooses: which cells.
         is_rerun: measure cells that the ledger holds too.
+        ends_at: on the clock of `time.monotonic`: no cell is begun that would end later if it took as long as the last
+            one; None: no limit.
         tell: gets one line at each start of a cell or prompt.
     """
+    last_seconds = 0.0
     for cell in filter(chooses, experiment.cells()):
-        fitting = [arm for arm in arms if arm.fits(cell.batch)]
+        fitting = [arm for arm in arms if arm.fits(cell)]
         digest = experiment.digest(cell, [arm.name for arm in fitting])
         if ledger.holds(cell.key, digest) and not is_rerun:
             tell(f"{cell.key}: in the ledger already")
+            continue
+        started = time.monotonic()
+        if ends_at is not None and started + last_seconds > ends_at:
+            left = max(0.0, ends_at - started)
+            tell(f"{cell.key}: not begun, {left / 60:.1f} minutes are left and the last took {last_seconds / 60:.1f}")
             continue
         facts = {"digest": digest, "cell": {"kind": cell.kind, "mode": cell.mode, "batch": cell.batch}}
         facts |= {"environment": describe(models.target.device), "models": models.facts}
         with _neutral(models.target), _without_collections():
             records = list(_measured(experiment, cell, fitting, models, tell))
         ledger.put(experiment.to_dict(), cell.key, {**facts, "records": records})
+        last_seconds = time.monotonic() - started
 
 
 @contextlib.contextmanager
@@ -129,7 +140,7 @@ def _measured(
     experiment: Experiment, cell: Cell, arms: list[Arm], models: Models, tell: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     groups = experiment.groups(cell)
-    keywords = {**MODES[cell.mode], "max_new_tokens": experiment.max_new_tokens}
+    keywords = {**keywords_of(cell.mode), "max_new_tokens": experiment.max_new_tokens}
     warm_up = {**keywords, "max_new_tokens": min(WARM_UP_TOKENS, experiment.max_new_tokens)}
     tell(f"{cell.key}: warming up")
     for _ in range(experiment.warm_up):
@@ -165,12 +176,12 @@ def _timed(
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The new ids of each row up to its end of text, and the record's part that one run gives."""
     target = models.target
-    with arm.set_up(target, models.draft) as extra:
+    with arm.set_up(target, models.draft) as decode:
         torch.manual_seed(seed)
         memory = PeakMemory(target.device)
         _synchronize(target.device)
         started = time.perf_counter()
-        output = target.generate(**inputs, **keywords, **extra)
+        output = decode(**inputs, **keywords)
         _synchronize(target.device)
         seconds = time.perf_counter() - started
         report = hf_specdec.report(target) if arm.family == "ours" else None
@@ -178,6 +189,8 @@ def _timed(
     if report is not None:
         facts["report"] = {name: _short(value) for name, value in report.to_dict().items() if name not in _DROPPED}
         facts["report"]["draft_passes"] = sum(report.draft_lengths)
+        counts = sorted(collections.Counter(report.draft_lengths).items())
+        facts["report"]["steps_by_draft_length"] = {str(length): count for length, count in counts}
     prompt_length = inputs["input_ids"].shape[1]
     return [_until_end(row, target.generation_config.eos_token_id) for row in output[:, prompt_length:].tolist()], facts
 

@@ -14,7 +14,7 @@ RESULTS, SCRATCH = Path("benchmarks/results"), Path("build/benchmarks")
 def benchmark(
     path: Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="A file of benchmarks/experiments.")],
     is_quick: Annotated[
-        bool, typer.Option("--quick", help="2 prompts of each kind, 32 new tokens; not for the ledger.")
+        bool, typer.Option("--quick", help="2 prompts of each kind, 48 new tokens, batch 1; not for the ledger.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -28,8 +28,15 @@ def benchmark(
         list[str] | None, typer.Option(help="Only these cells: kind/mode/batch, or a pattern: 'code/*'. Repeatable.")
     ] = None,
     is_rerun: Annotated[bool, typer.Option("--rerun", help="Measure cells again that the ledger holds.")] = False,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MINUTES", min=0, help="Begin no cell that would end later than this, by the time of the last one."
+        ),
+    ] = None,
 ) -> None:
     """Measure plain, transformers' assisted and our decoding on the same prompts; resumes where it was stopped."""
+    import time
     from fnmatch import fnmatchcase
 
     from rich.console import Console
@@ -37,6 +44,11 @@ def benchmark(
     from hf_specdec.cli.runs import fail
 
     console = Console(stderr=True)
+    ends_at = None if deadline is None else time.monotonic() + 60 * deadline
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", highlight=False, markup=False)
+
     try:
         from hf_specdec.benchmark.arms import arms_of
         from hf_specdec.benchmark.environment import device_name
@@ -49,7 +61,7 @@ def benchmark(
         patterns = [name.strip() for name in arms.split(",")] if arms else ["*"]
         chosen = [
             arm
-            for arm in arms_of(experiment)
+            for arm in arms_of(experiment, tell)
             if arm.family == "plain" or any(fnmatchcase(arm.name, pattern) for pattern in patterns)
         ]
         cells = [cell for cell in experiment.cells() if not only or any(fnmatchcase(cell.key, p) for p in only)]
@@ -69,9 +81,10 @@ def benchmark(
         ledger,
         chooses=cells.__contains__,
         is_rerun=is_rerun,
-        tell=lambda text: console.print(text, style="dim", highlight=False, markup=False),
+        ends_at=ends_at,
+        tell=tell,
     )
-    _show(ledger, [cell.key for cell in cells])
+    _show(ledger, [cell.key for cell in cells if cell.key in ledger.data["cells"]])
     print(ledger.path)
 
 
@@ -83,9 +96,10 @@ def _load(experiment: Any, console: Any) -> Any:
     from hf_specdec.cli.runs import load
 
     sources = {role: resolve(getattr(experiment, role), console) for role in ("target", "draft")}
+    common: dict[str, Any] = {"dtype": experiment.dtype, "device": None, "is_silent": not sys.stderr.isatty()}
+    quantized = {"target": experiment.target_quantization, "draft": None}
     loaded = {
-        role: load(source, dtype=experiment.dtype, device=None, is_silent=not sys.stderr.isatty(), console=console)
-        for role, source in sources.items()
+        role: load(source, **common, console=console, quantization=quantized[role]) for role, source in sources.items()
     }
     target, tokenizer = loaded["target"]
     facts = {role: model_facts(loaded[role][0], source) for role, source in sources.items()}

@@ -99,8 +99,14 @@ def rich_escape(text: str) -> str:
     return escape(text)
 
 
-def load(source: str, *, dtype: str, device: str | None, is_silent: bool, console: Console) -> tuple[Any, Any]:
-    """The target at `source` on `device` (a CUDA device where there is one), and its tokenizer."""
+def load(
+    source: str, *, dtype: str, device: str | None, is_silent: bool, console: Console, quantization: str | None = None
+) -> tuple[Any, Any]:
+    """The target at `source` on `device` (a CUDA device where there is one), and its tokenizer.
+
+    Raises:
+        ImportError: a `quantization` ("nf4") without bitsandbytes.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -110,11 +116,26 @@ def load(source: str, *, dtype: str, device: str | None, is_silent: bool, consol
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with console.status(f"Loading {source}"):
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-        model.to(device).eval()
+        options = {} if quantization is None else _quantized(quantization, dtype, device)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
+        (model if options else model.to(device)).eval()
     if model.generation_config.pad_token_id is None:  # else every call says that it takes the end-of-text token
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     return model, tokenizer
+
+
+def _quantized(quantization: str, dtype: str, device: str) -> dict[str, Any]:
+    """The keywords of ``from_pretrained`` for 4-bit weights that compute in `dtype`."""
+    import importlib.util
+
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError(
+            "A quantized target needs bitsandbytes, which is not installed: pip install 'hf_specdec[bitsandbytes]'."
+        )
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=quantization, bnb_4bit_compute_dtype=dtype)
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _encode(tokenizer: Any, prompt: str, chat: bool | None, device: Any) -> Any:

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from hf_specdec.benchmark.arms import Assisted, Ours, Plain, arms_of
+from hf_specdec.benchmark.arms import Assisted, Lookup, Ours, Plain, arms_of
+from hf_specdec.benchmark.engines import ENGINES, is_installed
 from hf_specdec.benchmark.environment import PeakMemory, describe, device_name, model_facts
-from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, read_experiment
+from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, is_greedy, keywords_of, read_experiment
 from hf_specdec.benchmark.ledger import Ledger, read_results
 from hf_specdec.benchmark.running import Models, encoder, run_experiment
 from hf_specdec.benchmark.summary import best_arm, drafting, drift, identical, peak_bytes, speed, speedup
@@ -32,7 +33,9 @@ PROMPTS = (
 EXPERIMENT = Experiment(
     "draft_model/tiny", "target", "draft", PROMPTS, draft_lengths=(2,), assisted_draft_lengths=(3,), max_new_tokens=8
 )
-SHORT = dataclasses.replace(EXPERIMENT, assisted_draft_lengths=(), modes=("greedy",), max_new_tokens=4, warm_up=0)
+SHORT = dataclasses.replace(
+    EXPERIMENT, assisted_draft_lengths=(), modes=("greedy",), max_new_tokens=4, warm_up=0, auto=False
+)
 
 
 def encode(texts):
@@ -80,6 +83,13 @@ def test_every_arm_decodes_every_prompt_and_records_what_it_took(measured):
     assert len(ours) == 8
     assert all(report["reason"] is None and report["draft_passes"] > 0 for report in ours)
     assert all(report["emitted"] == 8 and sum(report["accepted_histogram"]) == report["steps"] for report in ours)
+    for report in ours:
+        by_length = report["steps_by_draft_length"]
+        assert sum(by_length.values()) == report["target_passes"]
+        assert sum(int(length) * count for length, count in by_length.items()) == report["draft_passes"]
+    auto = [record["report"] for record in measured.records() if record["arm"] == "ours-auto"]
+    assert len(auto) == 8
+    assert all({"predicted_speedup", "measured_speedup", "cost_coefficient", "decision"} <= r.keys() for r in auto)
 
 
 def test_plain_goes_first_and_last_and_the_order_of_the_others_varies(tiny, ledger):
@@ -168,8 +178,8 @@ def test_tokens_after_the_end_of_text_are_not_counted(tiny, ledger):
 def test_assisted_arm_sets_the_draft_length_and_restores_the_config(llama):
     target, draft = llama
     found = draft.generation_config
-    with Assisted("assisted-3", 3).set_up(target, draft) as keywords:
-        assert keywords == {"assistant_model": draft}
+    with Assisted("assisted-3", 3).set_up(target, draft) as decode:
+        assert decode.keywords == {"assistant_model": draft}
         assert draft.generation_config.num_assistant_tokens == 3
         assert draft.generation_config.assistant_confidence_threshold == 0
     assert draft.generation_config is found
@@ -180,9 +190,79 @@ def test_assisted_arm_sets_the_draft_length_and_restores_the_config(llama):
 
 def test_arms_stand_in_one_list():
     names = [arm.name for arm in arms_of(dataclasses.replace(EXPERIMENT, draft_lengths=(1, 4)))]
-    assert names == ["plain-first", "assisted-default", "assisted-3", "ours-1", "ours-4", "plain-last"]
-    assert not Assisted("a").fits(2)
-    assert all(arm.fits(8) for arm in (Plain("p"), Ours("o")))
+    assert names == ["plain-first", "assisted-default", "assisted-3", "ours-1", "ours-4", "ours-auto", "plain-last"]
+    eight = Cell("code", "greedy", 8)
+    assert not any(arm.fits(eight) for arm in (Assisted("a"), Lookup("l"), *(E("e", 3) for E in ENGINES.values())))
+    assert all(arm.fits(eight) for arm in (Plain("p"), Ours("o")))
+
+
+def test_arms_of_every_key():
+    everything = dataclasses.replace(
+        EXPERIMENT, draft_quantization=("nf4",), ngram_lengths=(4,), has_lookup=True, auto_model=True
+    )
+    configs = {arm.name: arm.config for arm in arms_of(everything) if isinstance(arm, Ours)}
+    assert configs == {
+        "ours-2": {"num_speculative_tokens": 2},
+        "ours-nf4-2": {"draft_quantization": "nf4", "num_speculative_tokens": 2},
+        "ngram-4": {"method": "ngram", "num_speculative_tokens": 4},
+        "ours-auto": {},
+        "ours-auto-nf4": {"draft_quantization": "nf4"},
+        "ours-auto-model": {"method": "draft_model"},
+    }
+    assert "assisted-lookup" in [arm.name for arm in arms_of(everything)]
+
+
+def test_lookups_and_copies_of_the_draft_decode_what_plain_does(tiny, ledger):
+    experiment = dataclasses.replace(
+        SHORT, draft_quantization=("int8",), ngram_lengths=(4,), has_lookup=True, auto=True, max_new_tokens=12
+    )
+    run(tiny, ledger, experiment, chooses=lambda cell: cell.kind == "code")
+    records = ledger.records()
+    names = {"ours-int8-2", "ngram-4", "ours-auto", "ours-auto-int8", "assisted-lookup"}
+    assert names <= {record["arm"] for record in records}
+    assert all(identical(records, name) == (2, 2) for name in names)
+    assert {record["family"] for record in records if record["arm"] == "assisted-lookup"} == {"lookup"}
+    lookups = [record["report"] for record in records if record["arm"] == "ngram-4"]
+    assert all(report["reason"] is None for report in lookups)
+
+
+def test_engine_that_is_not_installed_is_left_out_with_a_line(monkeypatch):
+    monkeypatch.setattr("hf_specdec.benchmark.engines.is_installed", lambda name: name == "economize")
+    told = []
+    experiment = dataclasses.replace(
+        EXPERIMENT, draft_lengths=(2, 3), assisted_draft_lengths=(3, 5), engines=("flashspec", "economize")
+    )
+    arms = [arm for arm in arms_of(experiment, told.append) if arm.family in ENGINES]
+    assert [arm.name for arm in arms] == ["economize-3"]
+    assert told == ["flashspec is not installed and is left out: pip install --no-deps flashspec"]
+    assert arms[0].fits(Cell("code", "greedy", 1))
+    assert not arms[0].fits(Cell("code", "sampling", 1))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_engine_decodes_what_plain_does(name, tiny, ledger):
+    if not is_installed(name):
+        pytest.skip(f"{name} is not installed")
+    experiment = dataclasses.replace(
+        SHORT, draft_lengths=(3,), assisted_draft_lengths=(3,), engines=(name,), max_new_tokens=12
+    )
+    run(tiny, ledger, experiment, chooses=lambda cell: cell.kind == "code")
+    assert identical(ledger.records(), f"{name}-3") == (2, 2)
+
+
+def test_no_cell_is_begun_that_would_end_after_the_deadline(tiny, ledger, monkeypatch):
+    clock = iter([0.0, 100.0, 100.0, 100.0])  # the first cell takes 100 seconds; at its end and after it 100
+    monkeypatch.setattr("hf_specdec.benchmark.running.time.monotonic", lambda: next(clock))
+    told = run(tiny, ledger, ends_at=160.0)
+    assert list(ledger.data["cells"]) == ["code/greedy/1"]
+    assert told[-1] == "prose/greedy/1: not begun, 1.0 minutes are left and the last took 1.7"
+
+
+def test_cell_that_fits_before_the_deadline_is_begun(tiny, ledger, monkeypatch):
+    clock = iter([0.0, 80.0, 80.0, 160.0])
+    monkeypatch.setattr("hf_specdec.benchmark.running.time.monotonic", lambda: next(clock))
+    run(tiny, ledger, ends_at=160.0)
+    assert list(ledger.data["cells"]) == ["code/greedy/1", "prose/greedy/1"]
 
 
 # --------------------------------------------------------------------------------------------------- the question
@@ -192,11 +272,11 @@ def test_arms_stand_in_one_list():
 def test_experiments_of_the_repository_can_be_read(path):
     experiment = read_experiment(path)
     assert experiment.name == path.relative_to(ROOT / "benchmarks" / "experiments").with_suffix("").as_posix()
-    assert len(experiment.prompts) >= 10
-    assert len({prompt.kind for prompt in experiment.prompts}) == 3
+    assert len(experiment.prompts) >= 16
     quick = experiment.quick()
     assert {len(quick.groups(cell)) for cell in quick.cells()} == {2}
-    assert quick.max_new_tokens == 32
+    assert {cell.batch for cell in quick.cells()} == {1}
+    assert quick.max_new_tokens == 48
 
 
 def test_repository_has_eight_prompts_of_each_kind():
@@ -235,6 +315,17 @@ def test_experiment_is_named_after_its_path(tmp_path):
         ({"batches": 1}, "batches in tiny.toml must be a list, got 1."),
         ({"modes": ["warm"]}, "Unknown mode 'warm' in draft_model/tiny. Available: greedy, sampling."),
         ({"batches": [3]}, "draft_model/tiny has fewer code prompts than batch=3 has rows."),
+        ({"modes": []}, "draft_model/tiny has no modes and no temperatures. Available modes: greedy, sampling."),
+        ({"temperatures": [-1]}, "temperatures in draft_model/tiny must be numbers of at least 0, got -1.0."),
+        ({"ngram_lengths": [0]}, "ngram_lengths in draft_model/tiny must be numbers of at least 1, got 0."),
+        ({"draft_lengths": ["2"]}, "draft_lengths in tiny.toml must be a list of whole numbers, got '2' in it."),
+        (
+            {"draft_quantization": ["fp3"]},
+            "Unknown draft_quantization 'fp3' in draft_model/tiny. Available: int8, nf4.",
+        ),
+        ({"target_quantization": "int8"}, "Unknown target_quantization 'int8' in draft_model/tiny. Available: nf4."),
+        ({"engines": ["other"]}, "Unknown engine 'other' in draft_model/tiny. Available: flashspec, economize."),
+        ({"auto": 1}, "auto in tiny.toml must be of type bool, got 1."),
     ],
 )
 def test_wrong_experiment_says_what_to_do(tmp_path, changes, message):
@@ -263,6 +354,26 @@ def test_digest_follows_the_question_of_its_cell():
         dataclasses.replace(EXPERIMENT, prompts=(Prompt("first", "code", "w5"), *PROMPTS[1:])).digest(cell, arms),
     ]
     assert len({digest, *changed}) == 5
+
+
+def test_new_keys_leave_the_digest_of_older_questions_as_it_was():
+    question = Experiment("draft_model/tiny", "target", "draft", PROMPTS, max_new_tokens=8)
+    cell = Cell("code", "greedy", 1)
+    assert question.digest(cell, ["plain-first", "ours-2"]) == "dd6cf680aa7ac322"
+    in_four_bits = dataclasses.replace(question, target_quantization="nf4")
+    assert in_four_bits.digest(cell, ["plain-first", "ours-2"]) != "dd6cf680aa7ac322"
+
+
+def test_temperatures_are_modes():
+    sweep = dataclasses.replace(EXPERIMENT, modes=(), temperatures=(0.0, 0.3, 1.5), batches=(1, 2))
+    assert list(dict.fromkeys(cell.mode for cell in sweep.cells())) == ["T=0", "T=0.3", "T=1.5"]
+    assert keywords_of("T=0") == MODES["greedy"]
+    assert keywords_of("T=1") == MODES["sampling"]
+    assert keywords_of("T=0.3")["temperature"] == 0.3
+    assert [is_greedy(mode) for mode in ("greedy", "sampling", "T=0", "T=0.3")] == [True, False, True, False]
+    assert {cell.mode for cell in sweep.quick().cells()} == {"T=0", "T=0.3", "T=1.5"}
+    both = dataclasses.replace(sweep, modes=("greedy",))
+    assert {cell.mode for cell in both.quick().cells()} == {"greedy"}
 
 
 def test_sampling_mode_draws_from_the_whole_distribution():
@@ -386,7 +497,7 @@ def test_best_arm_drift_identity_and_memory():
 
 def test_ledger_has_one_record_per_line_and_reads_back(measured):
     text = measured.path.read_text()
-    assert len([line for line in text.splitlines() if '"seconds"' in line]) == len(measured.records()) == 4 * 2 * 5
+    assert len([line for line in text.splitlines() if '"seconds"' in line]) == len(measured.records()) == 4 * 2 * 6
     results = measured.path.parents[2]
     (read,) = read_results(results)["cpu"].values()
     assert read.data == measured.data == json.loads(text)
@@ -468,11 +579,30 @@ def test_command_measures_one_cell_and_names_the_file(saved, tmp_path):
 
 def test_a_part_of_the_question_does_not_touch_the_ledger(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["benchmark", str(saved), "--arms", "ours-*", "--only", "code/greedy/1"])
+    done = CliRunner().invoke(app, ["benchmark", str(saved), "--arms", "ours-?", "--only", "code/greedy/1"])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "benchmarks").exists()
     (by_name,) = read_results(tmp_path / "build" / "benchmarks").values()
     assert {r["arm"] for r in by_name["draft_model/tiny"].records()} == {"plain-first", "ours-2", "plain-last"}
+
+
+def test_command_begins_nothing_after_its_deadline(saved, tmp_path):
+    options = ["benchmark", str(saved), "--out", str(tmp_path / "results"), "--deadline", "0"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    assert "code/greedy/1: not begun, 0.0 minutes are left" in " ".join(done.output.split())
+    assert not (tmp_path / "results").exists()
+
+
+def test_target_in_four_bits_is_loaded_that_way(saved, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    saved.write_text('target_quantization = "nf4"\n' + saved.read_text())
+    options = ["benchmark", str(saved), "--out", str(tmp_path / "results"), "--only", "code/greedy/*"]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == 0, done.output
+    (by_name,) = read_results(tmp_path / "results").values()
+    (cell,) = by_name["draft_model/tiny"].data["cells"].values()
+    assert cell["models"]["target"]["weight_bytes"] < cell["models"]["draft"]["weight_bytes"] * 2
 
 
 @pytest.mark.parametrize(

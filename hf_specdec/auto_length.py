@@ -127,7 +127,8 @@ class MeasuredLength(LengthChoice):
         """What may be drafted: not much more than was tried before."""
         widest = self.knowledge.costs.verify.largest // state.batch - 1
         most = min(state.limit, max(4, 2 * widest))
-        return [length for length in LENGTHS if length <= most] if most else [0]
+        offered = {min(offer.length, most) for part in state.parts if part.is_free for offer in part.offers}
+        return sorted({length for length in LENGTHS if length <= most} | offered)
 
     def _wants_plain(self, state: StepState) -> bool:
         verify = self.knowledge.costs.verify
@@ -219,6 +220,11 @@ class MeasuredLength(LengthChoice):
                 self.knowledge.distances.pop(part, None)
 
     # --- predicting
+
+    def predicted(self, state: StepState, plan: DraftPlan) -> tuple[float, float]:
+        """(tokens, seconds) expected of a step that follows `plan`, all rows together."""
+        tokens = self._tokens(state, plan)
+        return tokens, self._seconds(state, plan, tokens)
 
     def _rate(self, state: StepState, plan: DraftPlan, is_lower_bound: bool = False) -> float:
         """Expected tokens per second."""

@@ -133,8 +133,8 @@ class Sources:
         self.records: dict[str, AcceptanceRecord] = {}
 
     def plan(self, state: StepState, length: int) -> DraftPlan:
-        """The plan for a step of at most `length` drafted tokens. Asked for the length that came of it, it is the same
-        plan: that is what a replay asks for."""
+        """The plan for a step of `length` drafted tokens, or as many as there are. Asked for the length that came of
+        it, it is the same plan: that is what a replay asks for."""
         while True:
             plan = self._plan(state, length)
             if plan.length == length:
@@ -147,8 +147,16 @@ class Sources:
         parts = [0] * state.num_running
         if len(state.parts) > 1:
             parts = self._chosen(state, length)
-        lengths = [min(length, state.limit, state.parts[part].offers[row].length) for row, part in enumerate(parts)]
-        return DraftPlan(max(lengths, default=0), parts, lengths)
+        lengths = self._lengths(state, parts, length)
+        costly = next((index for index, part in enumerate(state.parts) if not part.is_free), None)
+        if costly is not None and max(lengths) < length:  # a length is an order: who can draft that much does
+            parts = [costly] * state.num_running
+            lengths = self._lengths(state, parts, length)
+        return DraftPlan(max(lengths), parts, lengths)
+
+    @staticmethod
+    def _lengths(state: StepState, parts: list[int], length: int) -> list[int]:
+        return [min(length, state.limit, state.parts[part].offers[row].length) for row, part in enumerate(parts)]
 
     def _chosen(self, state: StepState, length: int) -> list[int]:
         parts = self._without_costly(state, length)

@@ -129,7 +129,8 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
         own_copy(draft, SpeculativeConfig(**flag), target, is_in_code=True)  # made now, and its errors are heard now
     is_auto = flag.get("method", "auto") == "auto"
     if is_auto:
-        flag["method"] = "auto" if draft is None or "model" in flag else "draft_model"
+        is_order = flag.get("num_speculative_tokens", "auto") != "auto"
+        flag["method"] = "draft_model" if draft is not None and (is_order or "model" not in flag) else "auto"
     return _bound(target, binding.Binding(target, draft, flag, is_auto))
 
 

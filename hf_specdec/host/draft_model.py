@@ -107,7 +107,7 @@ class DraftModel:
         """Tokens, all rows together, that a step would have to read before drafting."""
         lengths = [length + self.shift for length in sequence.host_lengths]
         if self._runner is None:
-            memory: DraftMemory | None = self.request.resume
+            memory = self.request.resume
             held = min(memory.valid, default=0) if isinstance(memory, DraftMemory) else 0
             return sequence.batch * max(0, max(lengths) - 1 - held)
         return sequence.batch * max(0, *(length - 2 - valid for length, valid in zip(lengths, self.valid, strict=True)))
@@ -218,7 +218,7 @@ class DraftModel:
         self.model(input_ids=ids.to(device), **inputs)
         return RaggedCache(cache, [ids.shape[1]] * ids.shape[0])
 
-    def keep(self) -> DraftMemory | None:
+    def keep(self) -> Any:
         """The keys with the ids they belong to; the draft must not be used in this call any more."""
         if self._runner is None:  # never asked, as with a budget of one token: what was kept before stays good
             return self.request.resume

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, RepetitionPenalt
 
 import hf_specdec
 from hf_specdec.host.draft_copy import kept_ids, own_copy
+from tests import zoo
 from tests.integration.pairs import VOCAB, assert_as_plain, llama, noisy_copy, pair, prompts, speculates
 
 SHORT = 24
@@ -125,6 +126,27 @@ def test_processors_see_scores_of_all_ids():
         processors = [Lift(), RepetitionPenaltyLogitsProcessor(1.2)]
         target.generate(**prompts(4, 8), max_new_tokens=20, do_sample=True, top_k=0, logits_processor=processors)
         assert speculates(target).accepted > 0
+
+
+# Experts in one tensor, and Falcon's own subclass of a linear layer.
+NOT_CONVERTED = {"Falcon", "Falcon-ALiBi", "GPT-OSS", "Mixtral", "Qwen2-MoE", "Qwen3-MoE"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [{"draft_vocab": 32}, {"draft_quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("name", [each.name for each in zoo.FAMILIES if each.reason is None])
+def test_drafts_of_every_family_can_be_copied(name, flag):
+    target, draft = zoo.pair(name)
+    if name in NOT_CONVERTED and "draft_quantization" in flag:
+        with pytest.raises(ValueError, match="are not in linear layers"):
+            hf_specdec.enable(target, draft, **flag)
+        return
+    inputs = zoo.prompts((8, 6, 7))
+    plain = target.generate(**inputs, max_new_tokens=20)
+    with hf_specdec.enable(target, draft, num_speculative_tokens=3, **flag):
+        report = assert_as_plain(target, plain, **inputs, max_new_tokens=20)
+    assert report.accepted > 0
+    assert not [note for note in report.notes if "Decoded plainly" in note]
 
 
 # --- what the user sees -----------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_tensor_parallel_plan(caplog):
 
 
 def test_no_draft(caplog):
-    falls_back(caplog, llama(), None, "no draft")
+    falls_back(caplog, llama(), None, "no draft", flag={"method": "draft_model"})
 
 
 # --- logits processors ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class StopAt:
 def test_nothing_is_sized_by_the_maximum_length(buffers, id_widths):
     target, draft = pair(max_position_embeddings=10**8)
     inputs = {**prompts(2), "max_new_tokens": 10**8 - 100, "stopping_criteria": [StopAt(30)]}
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         assert target.generate(**inputs).shape[1] == 30
         speculates(target)
     assert max(buffers) <= 6 + BLOCK
@@ -85,7 +85,7 @@ def test_the_caches_bytes_are_those_of_its_buffers(monkeypatch):
     monkeypatch.setattr(
         RaggedCache, "give_back", lambda self, width: seen.append(self.nbytes) or give_back(self, width)
     )
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         output = target.generate(**prompts(2), max_new_tokens=10, return_dict_in_generate=True)
     slot = 2 * 2 * 2 * 8 * 4 * 2  # layers × (key, value) × heads × width × float32 × rows
     assert seen == [(5 + 1 + BLOCK) * slot]
@@ -114,7 +114,7 @@ def test_peak_beyond_plain_is_the_drafts_keys_and_a_block(do_sample):
     inputs = {**prompts(batch, prompt), "max_new_tokens": new, "do_sample": do_sample}
     target.generate(**inputs)  # what is made once
     plain = peak_bytes(lambda: target.generate(**inputs))
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         target.generate(**inputs)
         speculative = peak_bytes(lambda: target.generate(**inputs))
     slot = layers * 2 * heads * width * 4 * batch
@@ -153,7 +153,7 @@ def test_budget_for_probabilities_is_256_megabytes():
 def test_a_budget_too_small_for_one_token_still_drafts_one(monkeypatch):
     target, draft = pair()
     monkeypatch.setattr(call_module, "PROBS_BYTES", 10)
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         target.generate(**prompts(2), max_new_tokens=10, do_sample=True)
         assert max(speculates(target).draft_lengths) == 1
 
@@ -196,7 +196,7 @@ def test_prefill_chunk_size_holds_for_the_draft_too():
     )
     inputs = {**prompts(2, 40), "max_new_tokens": 8}
     plain = target.generate(**inputs)
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         assert_as_plain(target, plain, **inputs, prefill_chunk_size=16)
     assert max(widths) == 16
     assert widths.count(16) == 2

@@ -206,7 +206,7 @@ def test_default_settings_sample_reproducibly_with_the_pipelines_warpers(pipe, d
         return pipe(PROMPT, **options)[0]["generated_text"]
 
     plain = drawn(3)
-    with hf_specdec.enable(pipe.model, draft):
+    with hf_specdec.enable(pipe.model, draft, num_speculative_tokens=4):
         one, report = drawn(3), speculates(pipe.model)
         assert 0.1 < report.acceptance_rate < 0.95
         assert report.emitted == 256

@@ -126,7 +126,7 @@ def test_drafter_catches_up_after_steps_without_a_draft(schedule, draft_kind):
     plain = target.generate(**inputs, max_new_tokens=40)
     # With itself as the draft every token is accepted, unless the draft has lost track of the text.
     for drafted_by, least in ((draft, 0.0), (target, 1.0)):
-        with hf_specdec.enable(target, drafted_by, draft_lengths=schedule):
+        with hf_specdec.enable(target, drafted_by, method="draft_model", draft_lengths=schedule):
             assert target.generate(**inputs, max_new_tokens=40).tolist() == plain.tolist()
             report = speculates(target)
         assert report.draft_lengths[: len(schedule)] == schedule
@@ -140,7 +140,7 @@ def test_ids_that_the_draft_cannot_embed_are_seen_after_steps_without_a_draft():
         target.lm_head.weight[64:] *= 3  # ids that only the target has come up often
     inputs = prompts(1, vocab_size=60)
     torch.manual_seed(0)
-    with hf_specdec.enable(target, draft, draft_lengths=[0] * 12):
+    with hf_specdec.enable(target, draft, method="draft_model", draft_lengths=[0] * 12):
         output = target.generate(**inputs, max_new_tokens=40, do_sample=True)
     first = next(i for i, token in enumerate(output[0, 6:].tolist()) if token >= 64)
     assert first < 10, "the text holds no such id early enough"

@@ -49,7 +49,7 @@ def test_greedy_text_is_plains(target_size, draft_size):
     for seed in range(2):
         target, draft = pair_of_sizes(target_size, draft_size, seed)
         plain = target.generate(**inputs, max_new_tokens=40)
-        with hf_specdec.enable(target, draft):
+        with hf_specdec.enable(target, draft, method="draft_model"):
             rates.append(assert_as_plain(target, plain, **inputs, max_new_tokens=40).acceptance_rate)
     assert 0.2 < sum(rates) / len(rates) < 0.8
 
@@ -119,7 +119,7 @@ def test_a_row_with_an_id_that_the_draft_cannot_embed_drafts_nothing_more():
     inputs = prompts(2, 8, vocab_size=REAL)
     inputs["input_ids"][1, 4] = SMALL + 3
     plain = target.generate(**inputs, max_new_tokens=20)
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         report = assert_as_plain(target, plain, **inputs, max_new_tokens=20)
         both = report.drafted
         alone = target.generate(input_ids=inputs["input_ids"][:1], max_new_tokens=20)
@@ -143,7 +143,7 @@ def test_a_row_that_emits_such_an_id_drafts_nothing_after_it():
         )
     plain = target.generate(**inputs, max_new_tokens=30)
     first = next(i for i, token in enumerate(plain[0, 6:].tolist()) if token >= SMALL)
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         report = assert_as_plain(target, plain, **inputs, max_new_tokens=30)
     assert first < 29
     assert report.steps >= 29 - first  # after it every token is a step of its own
@@ -212,7 +212,7 @@ def test_drafted_token_is_the_one_drawn_where_a_processor_lifts_target_only_ids(
         return drafts[-1][0]
 
     monkeypatch.setattr(ModelDrafter, "propose", watched)
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         target.generate(
             **prompts(8, 8, vocab_size=REAL), max_new_tokens=24, do_sample=True, top_k=0, logits_processor=[Floor()]
         )

@@ -10,6 +10,7 @@ import typer
 from hf_specdec.cli.audit import audit
 from hf_specdec.cli.benchmark import benchmark
 from hf_specdec.cli.demo import demo
+from hf_specdec.cli.estimate import estimate
 from hf_specdec.cli.generate import generate
 from hf_specdec.cli.report import report
 from hf_specdec.cli.serve import PASSES_ARGUMENTS, serve
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(demo)
+app.command()(estimate)
 app.command()(benchmark)
 app.command()(report)
 app.command()(audit)

@@ -106,9 +106,9 @@ def kind(name, rate, costs=None, lookup=None):
 
 def test_verdict_is_a_plain_sentence():
     yes = verdict_on([kind("prose", 0.5), kind("code", 0.8)], 0.25)
-    assert yes == "Yes: expect 1.3x at K = 3 on code; 1.2x at K = 1 on prose."
+    assert yes == "Yes: expect 1.6x at K = 3 on code; 1.2x at K = 1 on prose."
     assert verdict_on([kind("prose", 0.1), kind("code", 0.8)], 0.25) == (
-        "Yes: expect 1.3x at K = 3 on code; on prose no K pays."
+        "Yes: expect 1.6x at K = 3 on code; on prose no K pays."
     )
     dear = machine(draft=0.8)
     assert verdict_on([kind("code", 0.4, dear)], 0.8) == (
@@ -121,12 +121,13 @@ def test_verdict_is_a_plain_sentence():
 
 def test_verdict_names_look_up_where_it_pays():
     config = SpeculativeConfig(method="ngram")
+    # Three steps for 15 tokens after the first: 2, 8 and 2 proposed, all right, in 1.1 + 1.4 + 1.1 s.
     found = looked_up([([1, 2, 3, 4], [1, 2, 3, 4] * 4)], machine(draft=None), config)
     told = verdict_on([kind("copy", 0.1, lookup=found)], 0.25)
     assert told.startswith("No: ")
-    assert "Look-up alone (method='ngram', no draft): 3." in told
+    assert told.endswith(" Look-up alone (method='ngram', no draft): 4.2x on copy.")
     alone = KindEstimate("copy", 16, None, found)
-    assert verdict_on([alone], None).startswith("Yes: expect 3.")
+    assert verdict_on([alone], None) == "Yes: expect 4.2x at K = 5 on copy."
     never = looked_up([([1, 2], [3, 4, 5])], machine(draft=None), config)
     assert verdict_on([KindEstimate("prose", 3, None, never)], None) == (
         "No: at most 0% of the steps find something to propose and 0% of it is kept; no K pays."

@@ -157,25 +157,27 @@ def _show(console: Any, result: Any) -> None:
 
 
 def _speeds(shown: list[tuple[str, Any]]) -> Any:
-    """A row per K, three columns per kind; the fastest of each kind is bold. A look-up's seconds go by kind too."""
+    """A row per K; the fastest K of each kind is bold. Seconds of a step stand once where all kinds have the same."""
     from rich.markup import escape
     from rich.table import Table
 
+    seconds = [[row.step_seconds for row in each.rows] for _, each in shown]
+    is_shared = all(each == seconds[0] for each in seconds)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("\nK", justify="right")
+    for heading in ("\nK", "\ns per step") if is_shared else ("\nK",):
+        table.add_column(heading, justify="right")
     for kind, _ in shown:
-        for heading in (f"{escape(kind)}\ntokens per pass", "\ns per step", "\ntokens/s", "\n÷ plain"):
+        own = () if is_shared else ("\ns per step",)
+        for heading in (f"{escape(kind)}\ntokens per pass", *own, "\ntokens/s", "\n÷ plain"):
             table.add_column(heading, justify="right")
-    for length in range(max(len(each.rows) for _, each in shown)):
-        cells = [str(length)]
-        for _, each in shown:
-            if length >= len(each.rows):
-                cells += [""] * 4
-                continue
-            row, is_best = each.rows[length], each.best.draft_length == length
+    for rows in zip(*(each.rows for _, each in shown), strict=True):
+        cells = [str(rows[0].draft_length), *([f"{rows[0].step_seconds:.4f}"] if is_shared else [])]
+        for row, (_, each) in zip(rows, shown, strict=True):
             ratio = f"{row.speedup:.2f}x"
-            cells += [f"{row.expected_tokens:.2f}", f"{row.step_seconds:.4f}", f"{row.tokens_per_second:.1f}"]
-            cells.append(f"[bold]{ratio}[/]" if is_best else ratio)
+            cells.append(f"{row.expected_tokens:.2f}")
+            cells += [] if is_shared else [f"{row.step_seconds:.4f}"]
+            cells.append(f"{row.tokens_per_second:.1f}")
+            cells.append(f"[bold]{ratio}[/]" if row == each.best else ratio)
         table.add_row(*cells)
     return table
 

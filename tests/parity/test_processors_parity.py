@@ -279,6 +279,39 @@ def _by_position(processors, sequence, scores, first):
     return expected
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_processors_that_everybody_uses_are_called_at_most_once_a_block(name, monkeypatch):
+    """No Python loop over tokens: vectorised ones are not called at all, those of the scores alone once."""
+    how, calls = dict(processor_table())[name], []
+    kind = getattr(logits_process, name)
+    right = kind.__call__
+
+    def counted(self, ids, scores):
+        calls.append(scores.shape[0])
+        return right(self, ids, scores)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    sequence, scores = _block(RAGGED, 4)
+    BlockProcessors(LogitsProcessorList([MAKERS[name](sequence.ids)]))(scores, sequence)
+    expected = {"one call for the whole block": [12], "vectorised over rows and positions": []}
+    if how in expected:
+        assert calls == expected[how]
+    else:
+        assert len(calls) == 12
+
+
+def test_those_that_everybody_uses_are_vectorised_or_of_the_scores_alone():
+    table = dict(processor_table())
+    names = ("Temperature", "TopK", "TopP", "MinP", "RepetitionPenalty", "NoRepeatNGram", "MinNewTokensLength")
+    for name in names:
+        kinds = [
+            how
+            for cls, how in table.items()
+            if cls.removesuffix("LogitsWarper").removesuffix("LogitsProcessor") == name
+        ]
+        assert kinds == ["one call for the whole block"] or kinds == ["vectorised over rows and positions"], name
+
+
 def test_every_position_wise_class_of_the_table_is_made_here():
     assert set(MAKERS) == {name for name, how in processor_table() if not how.startswith("plain decoding")}
 

@@ -33,6 +33,7 @@ most of it and are timed a few times only: acceptance is learnt from short ones.
 FEW = 30
 """Drafted tokens on which an acceptance rests that is said to be uncertain."""
 WARM_UP = (0, 2, 0, 4)
+WARM_UP_PROMPT = 16
 
 
 def run_estimate(
@@ -120,6 +121,7 @@ class _Heard:
     tape: _Tape
     texts: list[tuple[list[int], list[int]]] = field(default_factory=list)
     num_calls: int = 0
+    prefill_seconds: float = 0.0
 
 
 @final
@@ -138,25 +140,24 @@ class _Meter:
         self, prompts: Mapping[str, Sequence[Tensor]], budget_seconds: float, progress: Callable[[str], None]
     ) -> str | None:
         """Calls on all kinds in turn until all are done or the time is spent; why calls decode plainly, if they do."""
-        started = time.perf_counter()
-        calls, num_tokens = _calls(prompts, self._batch), self._options["max_new_tokens"]
+        started, num_tokens = time.perf_counter(), self._options["max_new_tokens"]
+        turns = _turns(prompts, self._batch)
         progress("warming up")
-        warm = _Heard(self._tape())
-        why_plain = self._call(calls[0][1], WARM_UP, len(WARM_UP) + sum(WARM_UP), budget_seconds / 10, warm)
-        if time.perf_counter() - started < budget_seconds:
-            self._costs, self._prefills, self._place = StepCosts(), [], 0
-        else:  # better than nothing
-            self._heard[calls[0][0]] = warm
-        for number, (kind, ids) in enumerate([] if why_plain else calls):
-            left = budget_seconds - (time.perf_counter() - started)
-            if left <= 0:
-                self._is_cut = True
-                break
-            progress(f"{kind}, call {number + 1} of {len(calls)}")
-            heard = self._heard.setdefault(kind, _Heard(self._tape()))
-            schedule = [0] + [TIMED[(self._place + step) % len(TIMED)] for step in range(num_tokens)]
-            self._call(ids, schedule, num_tokens, left / (len(calls) - number), heard)
-            heard.num_calls += 1
+        short = [row[:WARM_UP_PROMPT] for row in turns[0][0][1]]
+        why_plain = self._call(short, WARM_UP, len(WARM_UP) + sum(WARM_UP), budget_seconds / 10, _Heard(self._tape()))
+        self._costs, self._prefills, self._place = StepCosts(), [], 0
+        for turn in [] if why_plain else turns:
+            for number, (kind, ids) in enumerate(turn):
+                left = budget_seconds - (time.perf_counter() - started)
+                share = left / (len(turn) - number)
+                heard = self._heard.setdefault(kind, _Heard(self._tape()))
+                if share < heard.prefill_seconds * 2 or left <= 0:  # reading would take most of it
+                    self._is_cut = True
+                    continue
+                progress(f"{kind}, prompt {heard.num_calls * self._batch + 1}")
+                schedule = [0] + [TIMED[(self._place + step) % len(TIMED)] for step in range(num_tokens)]
+                self._call(ids, schedule, num_tokens, share, heard)
+                heard.num_calls += 1
         self._seconds = time.perf_counter() - started
         return why_plain
 
@@ -179,6 +180,7 @@ class _Meter:
         self._place += max(0, len(report.draft_lengths) - 1)
         self._notes |= dict.fromkeys(report.notes)
         self._prefills.append((ids.numel(), report.prefill_seconds))
+        heard.prefill_seconds = report.prefill_seconds
         for row, new in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
             heard.texts.append((row.tolist(), _until_end(new, self._target.generation_config.eos_token_id)))
         return None
@@ -192,7 +194,7 @@ class _Meter:
         kinds = []
         for kind, heard in self._heard.items() if is_timed else ():
             has_drafted = bool(heard.tape.survivals) and not self._costs.draft.is_empty
-            if has_draft and not has_drafted:
+            if not heard.num_calls or (has_draft and not has_drafted):
                 continue
             draft = predict(self._costs, heard.tape.survivals, self._batch) if has_draft else None
             found = looked_up(heard.texts, self._costs if self._batch == 1 else None, self._flag)
@@ -272,14 +274,16 @@ def _lent(known: PairKnowledge, other: PairKnowledge) -> Iterator[None]:
         vars(known).update(found)
 
 
-def _calls(prompts: Mapping[str, Sequence[Tensor]], batch: int) -> list[tuple[str, list[Tensor]]]:
-    """(kind, rows) of each call, kinds innermost, so that an early stop leaves something of each."""
+def _turns(prompts: Mapping[str, Sequence[Tensor]], batch: int) -> list[list[tuple[str, list[Tensor]]]]:
+    """(kind, rows) of each call: in a turn one of every kind, so that an early stop leaves something of each."""
     most = max(-(-len(texts) // batch) for texts in prompts.values())
     return [
-        (kind, [texts[(turn * batch + row) % len(texts)] for row in range(batch)])
+        [
+            (kind, [texts[(turn * batch + row) % len(texts)] for row in range(batch)])
+            for kind, texts in prompts.items()
+            if turn * batch < len(texts)
+        ]
         for turn in range(most)
-        for kind, texts in prompts.items()
-        if turn * batch < len(texts)
     ]
 
 

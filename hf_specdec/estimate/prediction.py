@@ -60,12 +60,12 @@ def looked_up(
         config: the range of n.
     """
     steps = []
-    for length in range(LONGEST + 1 if costs is not None else 0):
+    for length in range(LONGEST + 1):
         pairs = [pair for text in texts for pair in _replayed(*text, length, config)]
-        widths, num_steps = [drafted for drafted, _ in pairs], max(len(pairs), 1)
-        assert costs is not None
-        seconds = sum(costs.verify.seconds(width + 1) for width in widths) / num_steps
-        steps.append((length, 1 + sum(kept for _, kept in pairs) / num_steps, seconds))
+        if costs is None or not pairs:
+            break
+        seconds = sum(costs.verify.seconds(drafted + 1) for drafted, _ in pairs) / len(pairs)
+        steps.append((length, 1 + sum(kept for _, kept in pairs) / len(pairs), seconds))
     pairs = [pair for text in texts for pair in _replayed(*text, TableLength.FREE, config)]
     kept, seen = _sums([[float(place < right) for place in range(drafted)] for drafted, right in pairs])
     share = sum(drafted > 0 for drafted, _ in pairs) / max(len(pairs), 1)

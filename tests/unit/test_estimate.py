@@ -17,6 +17,7 @@ from hf_specdec.cli.estimate import PROMPTS
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.costs import StepCosts
 from hf_specdec.estimate import KindEstimate, Prediction, looked_up, predict, run_estimate
+from hf_specdec.estimate.measuring import _turns
 from hf_specdec.estimate.result import verdict_on
 from hf_specdec.host.knowledge import knowledge_of
 from tests.integration.pairs import VOCAB, llama, pair
@@ -96,6 +97,7 @@ def test_look_up_is_replayed_step_by_step():
     assert prediction.rows[0].speedup == 1.0
     assert looked_up([([1, 2], [3, 4, 5])], costs, config).share_drafting == 0.0
     assert looked_up([([1, 2], [3, 4, 5])], None, config).rows == []
+    assert looked_up([([1, 2], [3])], costs, config).rows == []  # the prefill gave all of it
 
 
 def kind(name, rate, costs=None, lookup=None):
@@ -195,10 +197,18 @@ def test_without_a_draft_look_ups_are_estimated():
     assert result.verdict[:4] in ("Yes:", "No: ")
 
 
-def test_time_that_is_spent_is_said():
+def test_kinds_take_turns_so_that_an_early_stop_leaves_something_of_each():
+    turns = _turns({"code": ids()["code"], "prose": ids()["prose"]}, 1)
+    assert [[kind for kind, _ in turn] for turn in turns] == [["code", "prose"], ["code"]]
+    (turn,) = _turns(ids(), 3)
+    assert [row.tolist() for row in turn[0][1]] == [TEXTS["code"][0], TEXTS["code"][1], TEXTS["code"][0]]
+
+
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_time_that_is_spent_is_said(has_draft):
     target, draft = pair()
     started = time.perf_counter()
-    result = estimated(target, draft, budget_seconds=0.02, max_new_tokens=2000)
+    result = estimated(target, draft if has_draft else None, budget_seconds=0.02, max_new_tokens=2000)
     assert time.perf_counter() - started < 20
     assert "prose: nothing (the seconds were spent)" in result.not_measured
     assert result.seconds < 10

@@ -3,8 +3,8 @@
     python benchmarks/render.py            # rewrite what has changed
     python benchmarks/render.py --check    # fail if anything would change, naming it
 
-A marker pair ``<!-- NAME --> … <!-- /NAME -->`` in a document belongs to one function here or in `tables`. Nothing
-between markers is edited by hand, and no number stands in a document that no results file holds.
+A marker pair ``<!-- NAME --> … <!-- /NAME -->`` in a document belongs to one function here, in `tables` or in `bars`.
+Nothing between markers is edited by hand, and no number stands in a document that no results file holds.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]  # the script runs from a clone, installed or not
 
-from benchmarks import tables  # noqa: E402
+from benchmarks import bars, tables  # noqa: E402
 
 __all__ = ["SECTIONS", "configuration", "file_tree", "models_tested", "processors", "replaced", "summary_of"]
 
@@ -144,6 +144,7 @@ SECTIONS: tuple[Section, ...] = (
     ("README.md", "generated:config", configuration),
     ("README.md", "generated:models", models_tested),
     ("README.md", "generated:tree", file_tree),
+    ("docs/benchmarks.md", "results:bars", bars.bars),
     ("docs/benchmarks.md", "results:all", tables.all_arms),
     ("docs/processors.md", "generated:processors", processors),
 )

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.benchmark.experiment import is_greedy
 from hf_specdec.benchmark.figures import digest_in, results_digest
 from hf_specdec.benchmark.ledger import Ledger, read_results
 from hf_specdec.benchmark.summary import (
+    auto_arms,
     best_arm,
+    best_fixed_arm,
     drafting,
     drift,
     identical,
@@ -24,9 +27,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 NOT_YET = "*Not measured yet: `specdec benchmark benchmarks/experiments/draft_model/smollm2.toml` begins the ledger.*"
 
-__all__ = ["all_arms", "markdown", "overview", "pairs", "plot", "stale_figures"]
+__all__ = ["all_arms", "groups", "markdown", "overview", "pairs", "plot", "setting", "stale_figures"]
 
 Records = list[dict[str, Any]]
+AUTO = "ours-auto"
 
 
 def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
@@ -57,28 +61,33 @@ def stale_figures(results: Path = RESULTS, figures: Path = FIGURES) -> list[str]
 
 
 def overview(results: Path = RESULTS) -> str:
-    """The README's table: per pair, mode and kind plain, transformers' assisted at its best and ours at its best."""
+    """The README's table: per pair, mode and kind plain, transformers' assisted at its best, and ours: K chosen in the
+    call, and the K that was best afterwards."""
     parts = []
     for device, ledgers in read_results(results).items():
         rows = [row for name, ledger in ledgers.items() for row in _overview_rows(name, ledger)]
         headings = ("pair", "dtype, batch", "decoding", "text (prompts)", "plain tokens/s")
-        headings += ("transformers' assisted", "hf_specdec", "tokens/s", "tokens per pass")
-        parts.append(f"**{device}**\n\n" + markdown(headings, rows, right=(headings[4], *headings[7:])))
+        headings += ("transformers' assisted", "hf_specdec, auto", "hf_specdec, best fixed K")
+        headings += ("tokens/s", "tokens per pass")
+        parts.append(f"**{device}**\n\n" + markdown(headings, rows, right=(headings[4], *headings[8:])))
     return "\n\n".join([*parts, LEGEND]) if parts else NOT_YET
 
 
 LEGEND = (
     "Speeds are relative to plain decoding on the same prompts in the same run, with 95 % bootstrap intervals over "
-    "prompts; in brackets the setting that was fastest on that row, chosen afterwards for both. Whole calls are timed, "
-    "prefill included. "
+    "prompts. *auto* is `enable(target, draft)` as it comes, in brackets the tokens that it drafted per step; the "
+    "settings in the brackets beside it were the fastest on that row, chosen afterwards. The last two columns are the "
+    "bold one's. Whole calls are timed, prefill included. "
     "“all” pools the kinds above it. Every arm, acceptance by position, draft cost and memory: "
     "[docs/benchmarks.md](docs/benchmarks.md)."
 )
 
 
 def _overview_rows(name: str, ledger: Ledger) -> Iterable[tuple[str, ...]]:
-    for batch, mode, kind, records in _groups(ledger):
-        ours, assisted = best_arm(records, "ours"), best_arm(records, "assisted")
+    for batch, mode, kind, records in groups(ledger):
+        fixed, assisted = best_fixed_arm(records), best_arm(records, "assisted")
+        auto = AUTO if AUTO in auto_arms(records) else None
+        ours = auto or fixed
         drafts = drafting(records, ours) if ours else None
         yield (
             Path(name).name,
@@ -86,14 +95,15 @@ def _overview_rows(name: str, ledger: Ledger) -> Iterable[tuple[str, ...]]:
             mode,
             f"{kind} ({_num_prompts(records)})",
             f"{speed(of_arm(records, 'plain')):.1f}",
-            f"{speedup(records, assisted)} [{_setting(assisted)}]" if assisted else "—",
-            f"**{speedup(records, ours)}** [{_setting(ours)}]" if ours else "—",
+            f"{speedup(records, assisted)} [{setting(assisted)}]" if assisted else "—",
+            f"**{speedup(records, auto)}** [{_chosen_length(records, auto)}]" if auto else "—",
+            _emphasised(f"{speedup(records, fixed)}", not auto) + f" [{setting(fixed)}]" if fixed else "—",
             f"{speed(of_arm(records, ours)):.1f}" if ours else "—",
             f"{drafts.mean_acceptance_length:.2f}" if drafts else "—",
         )
 
 
-def _groups(ledger: Ledger) -> Iterable[tuple[int, str, str, Records]]:
+def groups(ledger: Ledger) -> Iterable[tuple[int, str, str, Records]]:
     """(batch, mode, kind, records) in the ledger's order; after the kinds of a mode, all of them together."""
     by_mode: dict[tuple[int, str], Records] = {}
     for record in ledger.records():
@@ -110,9 +120,22 @@ def _num_prompts(records: Records) -> int:
     return len({(record["kind"], record["prompt"]) for record in records})
 
 
-def _setting(arm: str) -> str:
-    setting = arm.partition("-")[2]
-    return f"K={setting}" if setting.isdigit() else setting
+def setting(arm: str) -> str:
+    """An arm's settings in few words: K=3, nf4 K=3, ngram K=4, default."""
+    family, _, rest = arm.partition("-")
+    draft, _, length = rest.rpartition("-")
+    what = " ".join(part for part in (family if family == "ngram" else "", draft) if part)
+    return f"{what} K={length}".strip() if length.isdigit() else rest
+
+
+def _emphasised(text: str, is_bold: bool) -> str:
+    return f"**{text}**" if is_bold else text
+
+
+def _chosen_length(records: Records, arm: str) -> str:
+    """What an arm that chooses K drafted per step, on average."""
+    drafts = drafting(records, arm)
+    return "K chosen" if drafts is None or drafts.mean_draft_length is None else f"K={drafts.mean_draft_length:.1f}"
 
 
 def pairs(results: Path = RESULTS) -> str:
@@ -121,7 +144,8 @@ def pairs(results: Path = RESULTS) -> str:
     for device, ledgers in read_results(results).items():
         for name, ledger in ledgers.items():
             greedy = [r for r in ledger.records() if (r["batch"], r["mode"]) == (1, "greedy")]
-            arm = best_arm(greedy, "ours") if greedy else None
+            models = [r for r in greedy if r["arm"].startswith("ours-")]  # look-ups cost nothing and bound nothing
+            arm = best_fixed_arm(models)
             drafts = drafting(greedy, arm) if arm else None
             if arm is None or drafts is None or drafts.cost_coefficient is None:
                 continue
@@ -145,7 +169,7 @@ def all_arms(results: Path = RESULTS) -> str:
     for device, ledgers in read_results(results).items():
         for name, ledger in ledgers.items():
             parts.append(f"### {name} on {device}\n\n{_circumstances(ledger)}")
-            for batch, mode, kind, records in _groups(ledger):
+            for batch, mode, kind, records in groups(ledger):
                 title = f"#### {mode}, {kind}, batch {batch} ({_num_prompts(records)} prompts)"
                 steady = f"Plain decoding after the others ran at {drift(records):.2f}× its speed before them."
                 parts += [title, _arms_table(mode, records), steady]
@@ -153,18 +177,19 @@ def all_arms(results: Path = RESULTS) -> str:
 
 
 def _arms_table(mode: str, records: Records) -> str:
-    headings = ("arm", "tokens/s", "÷ plain", "tokens per pass", "acceptance by position", "c")
+    headings = ("arm", "tokens/s", "÷ plain", "K", "tokens per pass", "acceptance by position", "c")
     headings += ("draft / verify / prefill / other", "peak memory", "equal to plain")
     rows = []
     for arm in sorted({record["arm"] for record in records}):
         drafts = drafting(records, arm)
         cost = None if drafts is None else drafts.cost_coefficient
-        equal = "{} of {}".format(*identical(records, arm)) if mode == "greedy" else ""
+        equal = "{} of {}".format(*identical(records, arm)) if is_greedy(mode) else ""
         rates = [] if drafts is None else ["–" if rate is None else f"{rate:.2f}" for rate in drafts.by_position]
         row = (
             arm if drafts is None or not drafts.reasons else f"{arm} (plainly: {'; '.join(drafts.reasons)})",
             f"{speed(of_arm(records, arm)):.2f}",
             str(speedup(records, arm)),
+            "" if drafts is None or drafts.mean_draft_length is None else f"{drafts.mean_draft_length:.1f}",
             "" if drafts is None else f"{drafts.mean_acceptance_length:.2f}",
             " ".join(rates),
             "" if cost is None else f"{cost:.2f}",
@@ -173,7 +198,7 @@ def _arms_table(mode: str, records: Records) -> str:
             equal,
         )
         rows.append(row)
-    return markdown(headings, rows, right=("tokens/s", "÷ plain", "tokens per pass", "c", "peak memory"))
+    return markdown(headings, rows, right=("tokens/s", "÷ plain", "K", "tokens per pass", "c", "peak memory"))
 
 
 def _circumstances(ledger: Ledger) -> str:
@@ -184,9 +209,11 @@ def _circumstances(ledger: Ledger) -> str:
         {(e["commit"] or "unknown")[:10] + ("+" if e["has_uncommitted_changes"] else "") for e in environments}
     )
     dates = sorted({environment["date"][:10] for environment in environments})
+    quantized = f" (target {asked['target_quantization']})" if asked.get("target_quantization") else ""
     packages = ", ".join(f"{name} {version}" for name, version in environments[-1]["packages"].items())
     return (
-        f"{asked['target']} drafted by {asked['draft']}, {asked['dtype']}, {asked['max_new_tokens']} new tokens, seeds "
-        f"{', '.join(map(str, asked['seeds']))}; {environments[-1]['threads']} threads; {packages}; commit "
+        f"{asked['target']} drafted by {asked['draft']}, {asked['dtype']}{quantized}, "
+        f"{asked['max_new_tokens']} new tokens, seeds {', '.join(map(str, asked['seeds']))}; "
+        f"{environments[-1]['threads']} threads; {packages}; commit "
         f"{', '.join(commits)} (+: with uncommitted changes); {' to '.join(dict.fromkeys((dates[0], dates[-1])))}."
     )

@@ -16,13 +16,22 @@ import numpy as np
 
 __all__ = [
     "Drafting",
+    "Prediction",
     "Ratio",
+    "auto_arms",
     "best_arm",
+    "best_fixed_arm",
+    "draft_of",
     "drafting",
     "drift",
     "identical",
+    "is_auto",
     "of_arm",
+    "outside_share",
     "peak_bytes",
+    "predictions",
+    "relative",
+    "share_within",
     "speed",
     "speedup",
 ]
@@ -62,6 +71,7 @@ class Drafting:
         by_position: accepted ÷ reached of each draft position; None where none was reached.
         cost_coefficient: seconds per draft pass ÷ seconds per verify pass (forward, processors, rule), the draft's
             prefill included; None if nothing was drafted.
+        mean_draft_length: tokens drafted per step, the average over steps; None where a ledger does not say.
         shares: draft, verify, prefill and other seconds ÷ all of them.
         reasons: why plain decoding ran, if it did.
     """
@@ -70,8 +80,30 @@ class Drafting:
     acceptance_rate: float
     by_position: list[float | None]
     cost_coefficient: float | None
+    mean_draft_length: float | None
     shares: dict[str, float]
     reasons: list[str]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model expected of one run, and what a clock beside it saw.
+
+    Attributes:
+        prompt: its name.
+        predicted: the report's speedup of the call's steps.
+        measured: plain's seconds per token ÷ this run's, on the same prompt in the same run, the target's prefill
+            taken off both.
+    """
+
+    prompt: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Predicted ÷ measured."""
+        return self.predicted / self.measured
 
 
 def speed(records: Sequence[Record]) -> float:
@@ -135,6 +167,87 @@ def best_arm(records: Sequence[Record], family: str) -> str | None:
     return max(names, key=lambda name: speed(of_arm(records, name)), default=None)
 
 
+def is_auto(arm: str) -> bool:
+    """Whether the plugin chose K itself in `arm`."""
+    return arm.startswith("ours-auto")
+
+
+def draft_of(arm: str) -> str:
+    """What the draft of one of our arms was converted to: "nf4", "int8", or "" for the draft as given."""
+    return next((part for part in arm.split("-")[1:] if part in ("nf4", "int8")), "")
+
+
+def auto_arms(records: Sequence[Record]) -> list[str]:
+    """Our arms that chose K themselves, in the order of their names."""
+    return sorted({record["arm"] for record in records if is_auto(record["arm"])})
+
+
+def best_fixed_arm(records: Sequence[Record], draft: str | None = None) -> str | None:
+    """The fastest of our arms with a fixed K, look-ups included.
+
+    Args:
+        records: of one cell.
+        draft: only those that `draft_of` gives this for, and look-ups; None: all.
+    """
+    fixed = [record for record in records if not is_auto(record["arm"])]
+    if draft is not None:
+        fixed = [r for r in fixed if draft_of(r["arm"]) == draft or r["arm"].startswith("ngram-")]
+    return best_arm(fixed, "ours")
+
+
+def relative(records: Sequence[Record], arm: str, other: str) -> float:
+    """Pooled speed of `arm` ÷ that of `other`, both on these records."""
+    return speed(of_arm(records, arm)) / speed(of_arm(records, other))
+
+
+def predictions(records: Sequence[Record], arm: str) -> list[Prediction]:
+    """Predicted and measured speedup of each run of `arm` that has a prediction."""
+    plain: dict[Any, list[Record]] = {}
+    for record in of_arm(records, "plain"):
+        plain.setdefault(_run_key(record), []).append(record)
+    found = []
+    for record in of_arm(records, arm):
+        report, beside = record.get("report") or {}, plain.get(_run_key(record))
+        if not report.get("predicted_speedup") or not beside:
+            continue
+        prefill = report["prefill_seconds"]
+        mine, other = _seconds_per_token([record], prefill), _seconds_per_token(beside, prefill)
+        if mine and other:
+            found.append(Prediction(record["prompt"], report["predicted_speedup"], other / mine))
+    return found
+
+
+def _run_key(record: Record) -> tuple[Any, ...]:
+    return tuple(record.get(name) for name in ("kind", "mode", "batch", "prompt", "seed"))
+
+
+def _seconds_per_token(runs: Sequence[Record], prefill: float) -> float:
+    """Seconds after the prefill ÷ tokens after the first; 0.0 where there is none."""
+    tokens = sum(sum(run["tokens"]) - len(run["tokens"]) for run in runs)
+    seconds = sum(run["seconds"] - prefill for run in runs)
+    return seconds / tokens if tokens and seconds > 0 else 0.0
+
+
+def share_within(found: Sequence[Prediction], tolerance: float) -> tuple[float, float]:
+    """(share of predictions within `tolerance` of what was measured, distance of the worst).
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not found:
+        raise ValueError("No prediction was made.")
+    distances = [abs(prediction.ratio - 1) for prediction in found]
+    return sum(distance <= tolerance for distance in distances) / len(distances), max(distances)
+
+
+def outside_share(records: Sequence[Record], arm: str) -> float | None:
+    """Share of the steps' seconds that neither draft nor verify took (the rule and the processors are in verify); None
+    where `arm` keeps no report or made no step."""
+    reports = [record["report"] for record in of_arm(records, arm) if record.get("report")]
+    parts = {name: sum(report[f"{name}_seconds"] for report in reports) for name in ("draft", "verify", "other")}
+    return parts["other"] / sum(parts.values()) if parts["verify"] else None
+
+
 def drift(records: Sequence[Record]) -> float:
     """Plain's speed after the other arms ÷ before them: what the machine itself did in between."""
     return speed(of_arm(records, "plain-last")) / speed(of_arm(records, "plain-first"))
@@ -169,9 +282,16 @@ def drafting(records: Sequence[Record], arm: str) -> Drafting | None:
         acceptance_rate=total["accepted"] / total["reached"] if total["reached"] else 0.0,
         by_position=_by_position(reports),
         cost_coefficient=cost,
+        mean_draft_length=_mean_draft_length(reports),
         shares={name: part / seconds if seconds else 0.0 for name, part in parts.items()},
         reasons=sorted({report["reason"] for report in reports if report["reason"]}),
     )
+
+
+def _mean_draft_length(reports: Sequence[Record]) -> float | None:
+    counts = [report["steps_by_draft_length"] for report in reports if report.get("steps_by_draft_length")]
+    steps = sum(sum(each.values()) for each in counts)
+    return sum(int(length) * count for each in counts for length, count in each.items()) / steps if steps else None
 
 
 def _by_position(reports: Sequence[dict[str, Any]]) -> list[float | None]:

@@ -17,7 +17,22 @@ from hf_specdec.benchmark.environment import PeakMemory, describe, device_name, 
 from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, is_greedy, keywords_of, read_experiment
 from hf_specdec.benchmark.ledger import Ledger, read_results
 from hf_specdec.benchmark.running import Models, encoder, run_experiment
-from hf_specdec.benchmark.summary import best_arm, drafting, drift, identical, peak_bytes, speed, speedup
+from hf_specdec.benchmark.summary import (
+    auto_arms,
+    best_arm,
+    best_fixed_arm,
+    draft_of,
+    drafting,
+    drift,
+    identical,
+    outside_share,
+    peak_bytes,
+    predictions,
+    relative,
+    share_within,
+    speed,
+    speedup,
+)
 from hf_specdec.cli import app
 from tests.zoo import VOCAB, pair
 
@@ -490,6 +505,44 @@ def test_best_arm_drift_identity_and_memory():
     assert identical(rows, "ours-2") == (0, 1)
     assert identical(rows, "ours-1") == (1, 1)
     assert peak_bytes(rows, "ours-2") == 300
+
+
+def test_auto_is_compared_with_fixed_lengths_of_its_own_draft():
+    seconds = {"ours-2": 0.9, "ours-nf4-2": 0.5, "ngram-4": 0.8, "ours-auto": 1.0, "ours-auto-nf4": 0.4}
+    rows = [record(arm, "a", each) | {"family": "ours"} for arm, each in seconds.items()]
+    assert auto_arms(rows) == ["ours-auto", "ours-auto-nf4"]
+    assert [draft_of(arm) for arm in seconds] == ["", "nf4", "", "", "nf4"]
+    assert (best_fixed_arm(rows), best_fixed_arm(rows, ""), best_fixed_arm(rows, "nf4")) == (
+        "ours-nf4-2",
+        "ngram-4",
+        "ours-nf4-2",
+    )
+    assert best_fixed_arm([], "") is None
+    assert relative(rows, "ours-auto", "ngram-4") == pytest.approx(0.8)
+
+
+def test_prediction_is_held_against_plain_on_the_same_prompt_without_the_prefill():
+    told = {"predicted_speedup": 2.2, "prefill_seconds": 0.5, "draft_seconds": 1.0, "verify_seconds": 2.9}
+    told["other_seconds"] = 0.1
+    rows = []
+    for prompt, seconds in (("a", 4.5), ("b", 2.5)):
+        rows += [record(arm, prompt, seconds, 11) for arm in ("plain-first", "plain-last")]
+        rows.append(record("ours-auto", prompt, 2.5, 11, report=told))
+    found = predictions(rows, "ours-auto")
+    assert [(each.prompt, each.measured) for each in found] == [("a", 2.0), ("b", 1.0)]
+    assert [each.ratio for each in found] == pytest.approx([1.1, 2.2])
+    assert share_within(found, 0.11) == pytest.approx((0.5, 1.2))
+    assert outside_share(rows, "ours-auto") == pytest.approx(0.025)
+    assert predictions([record("ours-2", "a", 1.0, report={}), record("plain-first", "a", 1.0)], "ours-2") == []
+    with pytest.raises(ValueError, match="No prediction was made"):
+        share_within([], 0.1)
+
+
+def test_mean_draft_length_is_over_steps_and_unknown_in_older_ledgers():
+    first = report([1], [1.0], 1) | {"steps_by_draft_length": {"0": 3, "4": 1}}
+    rows = [record("ours-auto", "a", 1.0, report=first)]
+    assert drafting(rows, "ours-auto").mean_draft_length == 1.0
+    assert drafting([record("ours-2", "a", 1.0, report=report([1], [1.0], 1))], "ours-2").mean_draft_length is None
 
 
 # ------------------------------------------------------------------------------------------------- ledger and machine

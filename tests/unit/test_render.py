@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import render, tables
+from benchmarks import bars, render, tables
 from hf_specdec.benchmark.figures import digest_in, draw, results_digest
 from hf_specdec.benchmark.ledger import Ledger, read_results
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.host import reasons
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,8 +76,10 @@ def test_documents_of_the_repository_have_every_marker_once():
 def test_configuration_names_every_key_with_default_and_meaning():
     lines = render.configuration().splitlines()
     assert lines[0] == "| key | default | meaning |"
-    assert any(line.startswith("| `num_speculative_tokens` | `4` | tokens drafted in every step") for line in lines)
-    assert any(line.startswith('| `method` | `"draft_model"` |') for line in lines)
+    assert any(
+        line.startswith('| `num_speculative_tokens` | `"auto"` | tokens drafted in every step') for line in lines
+    )
+    assert any(line.startswith('| `method` | `"auto"` |') for line in lines)
     assert len(lines) == 2 + len(dataclasses.fields(SpeculativeConfig))
 
 
@@ -124,7 +127,7 @@ def test_overview_shows_kinds_apart_and_together_with_intervals(results):
     text = tables.overview(results)
     assert "**cpu-2core-avx2**" in text
     for kind in ("code (3)", "prose (3)", "all (6)"):
-        cells = "6.0 | 1.25× (1.25–1.25) [K=3] | **2.00× (2.00–2.00)** [K=2] | 12.0 |"
+        cells = "6.0 | 1.25× (1.25–1.25) [K=3] | — | **2.00× (2.00–2.00)** [K=2] | 12.0 |"
         row = f"| tiny | bfloat16, 1 | greedy | {kind} | {cells}"
         assert row in text
     assert text.count("| tiny |") == 6
@@ -153,6 +156,93 @@ def test_fallback_of_an_arm_is_shown(results):
                 each["report"] = {**REPORT, "reason": "no draft"}
     ledger.path.write_text(json.dumps(ledger.data))
     assert "ours-2 (plainly: no draft)" in tables.all_arms(results)
+
+
+AUTO = REPORT | {
+    "steps_by_draft_length": {"0": 1, "2": 5},
+    "predicted_speedup": 2.5,
+    "measured_speedup": 2.4,
+    "cost_coefficient": 0.2,
+}
+ARMS = {"plain-first": 2.1, "plain-last": 2.1, "assisted-3": 1.6, "assisted-lookup": 1.8, "flashspec-3": 1.3}
+OURS = {"ours-2": 1.1, "ours-3": 1.2, "ours-nf4-2": 1.0, "ngram-4": 1.5, "ours-auto": 1.1, "ours-auto-nf4": 0.9}
+FAMILIES = {"ngram-4": "ours", "assisted-lookup": "lookup"}
+
+
+@pytest.fixture
+def newer(tmp_path):
+    """A ledger of the pair that the targets are about, with every kind of arm, and one of temperatures and batches."""
+    environment = {"device": "cpu", "threads": 2, "packages": {}, "commit": None, "has_uncommitted_changes": False}
+    environment |= {"date": "2030-01-02T03:04:05+00:00"}
+    asked = {"target": "big", "draft": "small", "dtype": "bfloat16", "max_new_tokens": 12, "seeds": [0]}
+
+    def cell(kind, mode, batch, arms):
+        records = []
+        for prompt in "abcd":
+            for arm, seconds in arms.items():
+                made = AUTO if "auto" in arm else REPORT if arm in OURS else None
+                more = {"family": FAMILIES.get(arm, arm.partition("-")[0])}
+                records.append(record(arm, prompt, seconds, made, **more))
+        return {"cell": {"kind": kind, "mode": mode, "batch": batch}, "environment": environment, "records": records}
+
+    ledger = Ledger.of(tmp_path / "newer", "cpu", "draft_model/qwen2.5-coder")
+    for mode in ("greedy", "sampling"):
+        for kind in ("code", "prose"):
+            ledger.put(asked, f"{kind}/{mode}/1", cell(kind, mode, 1, ARMS | OURS))
+        fast = {"plain-first": 2.1, "plain-last": 2.1, "ours-2": 1.5, "ours-auto": 2.2}
+        ledger.put(asked, f"code/{mode}/4", cell("code", mode, 4, fast))
+    sweep = Ledger.of(tmp_path / "newer", "cpu", "draft_model/sweep")
+    asked = {**asked, "target_quantization": "nf4"}
+    for mode, seconds in {"T=0": 1.0, "T=0.3": 1.2, "T=1": 2.1}.items():
+        arms = {"plain-first": 2.1, "plain-last": 2.1, "ours-2": seconds + 0.2, "ours-auto": seconds}
+        sweep.put(asked, f"code/{mode}/1", cell("code", mode, 1, arms))
+    return tmp_path / "newer"
+
+
+def row_of(text, *parts):
+    (found,) = [line for line in text.splitlines() if all(part in line for part in parts)]
+    return [each.strip() for each in found.strip("|").split("|")]
+
+
+def test_overview_shows_what_was_chosen_beside_what_was_best(newer):
+    row = row_of(tables.overview(newer), "| qwen2.5-coder | bfloat16, 1 | greedy | code (4)")
+    assert row[5:8] == ["1.31× (1.31–1.31) [K=3]", "**1.91× (1.91–1.91)** [K=1.7]", "2.10× (2.10–2.10) [nf4 K=2]"]
+
+
+def test_all_arms_tells_a_quantized_target_and_the_chosen_lengths(newer):
+    text = tables.all_arms(newer)
+    assert "bfloat16 (target nf4)" in text
+    assert {row[3].strip() for row in (line.split("|") for line in text.splitlines()) if "ours-auto " in row[1:2]} <= {
+        "1.7"
+    }
+    assert "4 of 4" in row_of(text.partition("#### T=0, code")[2].partition("####")[0], "| ours-2 |")[-1]
+
+
+def test_bars_stand_beside_what_was_measured(newer):
+    text = bars.bars(newer)
+    fixed = row_of(text, "greedy, code, batch 1, best: K=2", "| ours-auto |")
+    assert fixed[3:] == [bars.BARS["fixed"].what, "1.00", "≥ 0.93", "≥ 0.97", "aim"]
+    four_bit = row_of(text, "greedy, code, batch 1, best: nf4 K=2", "| ours-auto-nf4 |")
+    assert four_bit[4] == "1.11"
+    slow = row_of(text, "greedy, code, batch 4 |", "auto ÷ plain")
+    assert slow[4:] == ["0.95", "≥ 1.10", "≥ 1.30", "missed by 13%"]
+    assisted = row_of(text, "batch 1, 4 cells", "| ours-auto |")
+    assert assisted[4:] == ["1.45", "≥ 1.25", "≥ 1.60", "must"]
+    engine = row_of(text, "ours ÷ flashspec", "greedy, code")
+    assert (engine[2], engine[4], engine[7]) == ("ours-3", "1.08", "must")
+    # (2.1 - 0.1) ÷ (1.1 - 0.1) = 2 was measured after the prefill, 2.5 predicted.
+    assert row_of(text, "greedy, code, batch 1", "largest", "| ours-auto |")[4] == "25.0%"
+    assert row_of(text, "greedy, code, batch 1", "within 10", "| ours-auto |")[4] == "0.0%"
+    assert row_of(text, "greedy, code, batch 1", "outside", "| ours-auto |")[4:] == [
+        "5.3%",
+        "≤ 3.0%",
+        "≤ 1.5%",
+        "missed by 75%",
+    ]
+
+
+def test_ledgers_without_auto_have_no_bars(results):
+    assert "No ledger" in bars.bars(results)
 
 
 def test_without_results_no_number_is_shown(tmp_path):
@@ -215,6 +305,7 @@ def test_check_names_the_document_that_has_drifted(tmp_path, monkeypatch, capsys
 # --------------------------------------------------------------------------------------------------- reasons, links
 
 #: functions of hf_specdec/host that give reasons for plain decoding, beside those called `why_…`
+GIVE_NOTES = ("why_slow",)  # speculates all the same
 GIVE_REASONS = ("mode_reason", "_try", "find_draft", "_load_named")
 
 
@@ -223,7 +314,8 @@ def texts(node):
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.Name):
-        return ["no draft"] if node.id == "NO_DRAFT" else []
+        constant = getattr(reasons, node.id, None)
+        return [constant] if isinstance(constant, str) else []
     if isinstance(node, ast.JoinedStr):
         parts = [part.value for part in node.values]
         return ["".join(part if isinstance(part, str) else (texts(part) or ["…"])[0] for part in parts)]
@@ -233,12 +325,13 @@ def texts(node):
 
 
 def reasons_in_the_code():
-    found = set()
+    found = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
     for path in (ROOT / "hf_specdec" / "host").glob("*.py"):
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             is_one = isinstance(function, ast.FunctionDef) and (
                 function.name.lstrip("_").startswith("why_") or function.name in GIVE_REASONS
             )
+            is_one = is_one and function.name not in GIVE_NOTES
             for node in ast.walk(function) if is_one else ():
                 if isinstance(node, ast.Return) and node.value is not None:
                     found |= set(texts(node.value))

@@ -13,7 +13,6 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-import hf_specdec
 from hf_specdec.acceptance import AcceptanceRecord
 from hf_specdec.auto_length import PairKnowledge
 from hf_specdec.config import SpeculativeConfig
@@ -23,6 +22,7 @@ from hf_specdec.estimate.result import Estimate, KindEstimate, verdict_on
 from hf_specdec.host import binding
 from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.knowledge import knowledge_of
+from hf_specdec.integration import enable, report
 from hf_specdec.registry import DRAFTERS, lookup
 
 __all__ = ["run_estimate"]
@@ -71,7 +71,7 @@ def run_estimate(
     target = binding.unwrap(target)
     config = {**config, "method": _method(config.pop("method", "auto"), draft, target)}
     flag = SpeculativeConfig(**config)
-    with torch.random.fork_rng(), hf_specdec.enable(target, draft, **config):
+    with torch.random.fork_rng(), enable(target, draft, **config):
         bindings = binding.bindings_of(target)
         bound = bindings[-1].draft if bindings else None
         bound = None if bound is None else own_copy(bound, flag, target, is_in_code=True)
@@ -174,13 +174,13 @@ class _Meter:
         known = knowledge_of(self._target, self._draft, self._flag.method, *ids.shape)
         with _lent(known, PairKnowledge(self._costs, {self._drafter.record: heard.tape})):
             output = self._target.generate(input_ids=ids, attention_mask=mask, speculative_config=flag, **keywords)
-        report = hf_specdec.report(self._target)
-        if report is None or report.reason is not None:
-            return "HF_SPECDEC=0 switches the plugin off" if report is None else report.reason
-        self._place += max(0, len(report.draft_lengths) - 1)
-        self._notes |= dict.fromkeys(report.notes)
-        self._prefills.append((ids.numel(), report.prefill_seconds))
-        heard.prefill_seconds = report.prefill_seconds
+        told = report(self._target)
+        if told is None or told.reason is not None:
+            return "HF_SPECDEC=0 switches the plugin off" if told is None else told.reason
+        self._place += max(0, len(told.draft_lengths) - 1)
+        self._notes |= dict.fromkeys(told.notes)
+        self._prefills.append((ids.numel(), told.prefill_seconds))
+        heard.prefill_seconds = told.prefill_seconds
         for row, new in zip(rows, output[:, ids.shape[1] :].tolist(), strict=True):
             heard.texts.append((row.tolist(), _until_end(new, self._target.generation_config.eos_token_id)))
         return None

@@ -1,6 +1,7 @@
 """Does an estimate follow from what was measured, by hand-computed numbers, and does it say so on real calls?"""
 
 import json
+import subprocess
 import sys
 import time
 
@@ -257,6 +258,12 @@ def test_what_cannot_be_estimated_is_refused():
         estimated(target, None, method="draft_model")
     with pytest.raises(ValueError, match=r"method='suffix' proposes depends on more than .* Estimate method='ngram'"):
         estimated(target, None, method="suffix")
+
+
+def test_drafters_are_known_before_anything_else_is_imported():
+    code = "import hf_specdec.estimate; from hf_specdec.registry import DRAFTERS; print(*sorted(DRAFTERS))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"auto", "base", "draft_model", "ngram", "suffix"} <= set(done.stdout.split())
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

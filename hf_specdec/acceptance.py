@@ -8,6 +8,7 @@ them. What is estimated is a_i = S_i / S_{i-1}, so that positions never drafted 
 Source: Leviathan et al. 2023 (arXiv 2211.17192), §3, where one α stands for every a_i. Host floats only.
 """
 
+import math
 from collections.abc import Sequence
 
 __all__ = ["AcceptanceRecord"]
@@ -51,13 +52,19 @@ class AcceptanceRecord:
                 before = survival
         self._expected = None
 
-    def fade(self) -> None:
-        """What was seen may no longer hold (another text, a long time without drafting): half of it counts on, and the
-        prior moves to where it was."""
+    def fade(self, kept: float = 0.5) -> None:
+        """What was seen may no longer hold (another text, a long time without drafting): the share `kept` of it counts
+        on, and the prior moves to where it was."""
         self.prior = self.rate
-        self._kept = [value / 2 for value in self._kept]
-        self._seen = [value / 2 for value in self._seen]
+        self._kept = [value * kept for value in self._kept]
+        self._seen = [value * kept for value in self._seen]
         self._expected = None
+
+    @property
+    def highest_rate(self) -> float:
+        """The rate one standard error higher: what it may be, with as little as was seen."""
+        rate = self.rate
+        return min(1.0, rate + math.sqrt(rate * (1 - rate) / (PRIOR_WEIGHT + sum(self._seen))))
 
     @property
     def rate(self) -> float:

@@ -35,6 +35,8 @@ PROBE_SHARE = 0.01
 EXPLORE_GAIN = 1.05
 FIRST_DRAFT = 2
 KEPT_AT_BEST = 0.95
+FADING = 64
+"""Steps without drafting after which what was seen before counts half."""
 NUM_PLAIN = 2
 """Plain passes measured before K = 0 is compared with anything."""
 
@@ -48,12 +50,14 @@ class PairKnowledge:
         records: acceptance by kind of draft.
         distances: per drafter, steps between probes.
         idle: per drafter, steps in which it could have drafted and did not.
+        is_draft_cold: whether the draft was never timed but in the first forwards of a call.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     records: dict[str, AcceptanceRecord] = field(default_factory=dict)
     distances: dict[int, int] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)
+    is_draft_cold: bool = True
 
     def begin_call(self) -> None:
         """What other calls taught counts less than what this one will."""
@@ -138,7 +142,7 @@ class MeasuredLength(LengthChoice):
         """Whether a draft that was never timed should be, its size says little where launches take the time: if that
         cannot cost more than `FIRST_SHARE` of the call."""
         plan = plans.get(FIRST_DRAFT)
-        if self._num_steps != 1 or plan is None or not self.knowledge.costs.draft.is_empty:
+        if self._num_steps not in (1, 2) or plan is None or not self.knowledge.is_draft_cold:
             return False
         part = state.parts[plan.parts[plan.lengths.index(plan.length)]]
         plain = self._verify(state.batch)
@@ -162,7 +166,7 @@ class MeasuredLength(LengthChoice):
     def _probe(self, state: StepState, plans: dict[int, DraftPlan], probed: int | None) -> int:
         """K of a step in which nothing pays by what is known: 0, or a probe of a part that was idle for long."""
         distances = self.knowledge.distances
-        if probed is not None and not self._has_paid:
+        if probed is not None and not self._has_paid and not self._may_pay(state, probed):
             distances[probed] = self._next_distance(state, probed, self._distance(state, probed))
         for length, plan in sorted(plans.items()):
             if not length:
@@ -171,19 +175,24 @@ class MeasuredLength(LengthChoice):
             self._idle[part] = self._idle.get(part, 0) + 1
             is_due = self._idle[part] > self._distance(state, part) or (probed == part and self._has_paid)
             if is_due and self._can_probe(state, part):
-                if self._idle[part] > 1:
-                    self._fade(state, plan)
+                self._fade(state, plan, 0.5 ** (self._idle[part] / FADING))
                 self._idle[part] = 0
                 self._probed = part
                 return length
             break
         return 0
 
-    def _fade(self, state: StepState, plan: DraftPlan) -> None:
+    def _fade(self, state: StepState, plan: DraftPlan, kept: float) -> None:
         for row, (part, length) in enumerate(zip(plan.parts, plan.lengths, strict=True)):
             record = self.knowledge.records.get(state.parts[part].offers[row].record) if length else None
             if record is not None:
-                record.fade()
+                record.fade(kept)
+
+    def _may_pay(self, state: StepState, part: int) -> bool:
+        """Whether one token would pay at the highest acceptance that what was seen leaves open."""
+        records = [self.knowledge.records.get(offer.record) for offer in state.parts[part].offers]
+        rate = max((record.highest_rate for record in records if record is not None), default=1.0)
+        return rate > self._probe_cost(state, part, has_read=True)
 
     def _can_probe(self, state: StepState, part: int) -> bool:
         """Whether the part would pay if nearly all its tokens were kept, with what it has to read first."""
@@ -205,12 +214,12 @@ class MeasuredLength(LengthChoice):
         is_cheap = self._probe_cost(state, part) <= PROBE_SHARE * distance
         return distance if is_cheap or self.knowledge.costs.verify.is_empty else 2 * distance
 
-    def _probe_cost(self, state: StepState, part: int) -> float:
-        """What a probe of one token takes beyond a plain step, in plain steps."""
+    def _probe_cost(self, state: StepState, part: int, has_read: bool = False) -> float:
+        """What a step of one drafted token takes beyond a plain one, in plain steps."""
         plain = self._verify(state.batch)
         extra = self._verify(2 * state.batch) - plain
         if not state.parts[part].is_free:
-            extra += self._draft(1, state.batch) + self._read(state.batch)
+            extra += self._draft(1, state.batch) + (0.0 if has_read else self._read(state.batch))
         return extra / plain
 
     def _used(self, plan: DraftPlan) -> None:
@@ -289,9 +298,7 @@ class MeasuredLength(LengthChoice):
             debt = sum(state.parts[part].debt for part in served)
             if debt:
                 costs.read.add(debt, outcome.read_seconds)
-            if self._has_drafted or costs.draft.is_empty:  # the first forwards of a call are slow
-                costs.draft.add(plan.length, outcome.draft_seconds)
-            self._has_drafted = True
+            self._time_draft(plan.length, outcome.draft_seconds)
         for offer, rows in by_record(state, plan, outcome.survivals):
             record = self.knowledge.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
             record.update(rows)
@@ -300,6 +307,16 @@ class MeasuredLength(LengthChoice):
         self._has_paid = outcome.emitted / (seconds - outcome.read_seconds) > plain
         self._num_steps += 1
         self._add_up(state, plan, outcome, seconds)
+
+    def _time_draft(self, length: int, seconds: float) -> None:
+        """The first forwards of a call are slow: they stand only until others were timed."""
+        knowledge = self.knowledge
+        if self._has_drafted and knowledge.is_draft_cold:
+            knowledge.costs.draft.clear()
+            knowledge.is_draft_cold = False
+        if self._has_drafted or knowledge.is_draft_cold:
+            knowledge.costs.draft.add(length, seconds)
+        self._has_drafted = True
 
     def _add_up(self, state: StepState, plan: DraftPlan, outcome: StepOutcome, seconds: float) -> None:
         totals, tokens = self.totals, self._tokens(state, plan)

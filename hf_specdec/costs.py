@@ -42,6 +42,11 @@ class MeasuredCurve:
         self._observations.setdefault(count, deque(maxlen=KEPT)).append((self._clock, seconds))
         self._fit = None
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._observations.clear()
+        self._fit = None
+
     def age(self) -> None:
         """Make what is known count less than what comes."""
         self._clock += AGE_OF_A_CALL

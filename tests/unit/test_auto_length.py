@@ -37,9 +37,9 @@ def test_a_choice_that_never_stands_aside_fails_the_same_bar(monkeypatch):
     assert regret(world("flat", 0.05, 0.05, 0.05), 0) > 0.10
 
 
-def test_a_draft_that_costs_more_than_the_target_is_tried_once():
+def test_a_draft_that_costs_more_than_the_target_is_timed_and_left_alone():
     _, lengths = auto_seconds(world("flat", 1.2, 0.9, 0.9), 0)
-    assert sum(length > 0 for length in lengths) == 1
+    assert 1 <= sum(length > 0 for length in lengths) <= 2
 
 
 def test_probes_of_a_useless_draft_get_rarer():

@@ -144,6 +144,7 @@ SECTIONS: tuple[Section, ...] = (
     ("README.md", "generated:config", configuration),
     ("README.md", "generated:models", models_tested),
     ("README.md", "generated:tree", file_tree),
+    ("docs/benchmarks.md", "results:figures", tables.more_figures),
     ("docs/benchmarks.md", "results:bars", bars.bars),
     ("docs/benchmarks.md", "results:all", tables.all_arms),
     ("docs/processors.md", "generated:processors", processors),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 NOT_YET = "*Not measured yet: `specdec benchmark benchmarks/experiments/draft_model/smollm2.toml` begins the ledger.*"
 
-__all__ = ["all_arms", "groups", "markdown", "overview", "pairs", "plot", "setting", "stale_figures"]
+__all__ = ["all_arms", "groups", "markdown", "more_figures", "overview", "pairs", "plot", "setting", "stale_figures"]
 
 Records = list[dict[str, Any]]
 AUTO = "ours-auto"
@@ -48,6 +48,21 @@ def plot(results: Path = RESULTS, figures: Path = FIGURES) -> str:
         if path.is_file():
             caption = f"Speed relative to plain decoding, and acceptance by position, on {device}"
             shown.append(f"![{caption}]({path.relative_to(figures.parents[1]).as_posix()})")
+    return "\n\n".join(shown)
+
+
+def more_figures(results: Path = RESULTS, figures: Path = FIGURES) -> str:
+    """The figures that the README leaves to docs/benchmarks.md."""
+    captions = {
+        "steps": "Predicted against measured speed, and where the time of a token goes",
+        "sweeps": "Speed and acceptance along temperatures and batch sizes",
+    }
+    shown = [
+        f"![{caption}, on {device}]({figures.name}/{device}-{name}.svg)"
+        for device in read_results(results)
+        for name, caption in captions.items()
+        if (figures / f"{device}-{name}.svg").is_file()
+    ]
     return "\n\n".join(shown)
 
 

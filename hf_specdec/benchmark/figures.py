@@ -1,24 +1,25 @@
-"""Pictures of a ledger: speedup by kind of text with intervals, and acceptance by position of the draft.
+"""Pictures of a ledger: speed and acceptance, what was predicted and where the time went, and sweeps.
 
-One figure per device, a row per experiment. A figure carries the digest of the results that it was drawn from, so that
-a stale one is noticed without drawing it again. Needs matplotlib (the extra ``report``).
+Up to three figures per device, a row per experiment: ``<device>.svg`` (speedup by kind of text and drafter, acceptance
+by position), ``<device>-steps.svg`` (predicted against measured, seconds per token by part) and ``<device>-sweeps.svg``
+(speedup and acceptance against temperature or batch size), each where a ledger has something to show. A figure carries
+the digest of the results that it was drawn from, so that a stale one is noticed without drawing it again. Needs
+matplotlib (the extra ``report``). What is drawn inside the axes is `panels`' to know.
 """
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_specdec.benchmark import panels
 from hf_specdec.benchmark.ledger import Ledger
-from hf_specdec.benchmark.summary import best_arm, drafting, speedup
 
 __all__ = ["digest_in", "draw", "results_digest"]
 
-MODE_LABELS = {"sampling": "T = 1"}
-COLOURS = ("#1f6fb4", "#d1702b", "#3d8f4e", "#8a5aa8")
-#: shown as, family, colour
-SERIES = (("transformers' assisted, best setting", "assisted", "#9a9a9a"), ("hf_specdec, best K", "ours", "#1f6fb4"))
+NAMES = ("", "-steps", "-sweeps")
+Panel = Callable[[Any, str, list[dict[str, Any]]], None]
 
 
 def results_digest(ledgers: Mapping[str, Ledger]) -> str:
@@ -33,8 +34,8 @@ def digest_in(figure: Path) -> str | None:
     return found[1] if found else None
 
 
-def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> Path:
-    """Draw the figure of one device into `folder` as SVG; the same results give the same file.
+def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> list[Path]:
+    """Draw the figures of one device into `folder` as SVG; the same results give the same files.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,7 +44,6 @@ def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> Path:
         import matplotlib
 
         matplotlib.use("svg")
-        from matplotlib import pyplot
     except ImportError as error:
         raise ImportError("Figures need matplotlib: pip install 'hf_specdec[report]'.") from error
     options: dict[Any, Any] = {
@@ -52,74 +52,40 @@ def draw(device: str, ledgers: Mapping[str, Ledger], folder: Path) -> Path:
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
+    folder.mkdir(parents=True, exist_ok=True)
+    records = {name: ledger.records() for name, ledger in ledgers.items()}
+    sweeps = {name: found for name, found in records.items() if panels.swept(found)}
+    others = {name: panels.one_row(found) for name, found in records.items() if name not in sweeps}
+    plans: tuple[tuple[dict[str, list[dict[str, Any]]], tuple[Panel, Panel]], ...] = (
+        (others or sweeps, (panels.speedups, panels.positions)),
+        (others, (panels.predicted, panels.parts)),
+        (sweeps, (panels.sweep_speed, panels.sweep_acceptance)),
+    )
+    description = f"drawn from results {results_digest(ledgers)}"
+    drawn = []
     with matplotlib.rc_context(options):
-        rows, size = len(ledgers), (9.5, 2.9 * len(ledgers))
-        figure, axes = pyplot.subplots(rows, 2, figsize=size, squeeze=False, width_ratios=(3, 2))
-        for row, (name, ledger) in zip(axes, ledgers.items(), strict=True):
-            records = [record for record in ledger.records() if record["batch"] == 1] or ledger.records()
-            _speedups(row[0], name, records)
-            _positions(row[1], records)
-        figure.suptitle(device)
-        figure.tight_layout()
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{device}.svg"
-        metadata = {"Date": None, "Description": f"drawn from results {results_digest(ledgers)}"}
-        figure.savefig(path, metadata=metadata)
-        pyplot.close(figure)
+        for name, (rows, both) in zip(NAMES, plans, strict=True):
+            path = folder / f"{device}{name}.svg"
+            path.unlink(missing_ok=True)
+            if rows:
+                _figure(path, device, rows, both, description)
+                drawn.append(path)
+    return drawn
+
+
+def _figure(
+    path: Path, device: str, rows: Mapping[str, list[dict[str, Any]]], both: tuple[Panel, Panel], description: str
+) -> None:
+    from matplotlib import pyplot
+
+    size = (9.5, 3.1 * len(rows))
+    figure, axes = pyplot.subplots(len(rows), 2, figsize=size, squeeze=False, width_ratios=(3, 2))
+    for row, (name, records) in zip(axes, rows.items(), strict=True):
+        for axis, panel in zip(row, both, strict=True):
+            panel(axis, name, records)
+    figure.suptitle(device)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None, "Description": description})
+    pyplot.close(figure)
     lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
-    return path
-
-
-def _speedups(axis: Any, name: str, records: list[dict[str, Any]]) -> None:
-    """A bar per kind, mode and series; whiskers are 95 % intervals."""
-    cells = list(dict.fromkeys((record["mode"], record["kind"]) for record in records))
-    width = 0.8 / len(SERIES)
-    for offset, (label, family, colour) in enumerate(SERIES):
-        for place, (mode, kind) in enumerate(cells):
-            group = [record for record in records if (record["mode"], record["kind"]) == (mode, kind)]
-            arm = best_arm(group, family)
-            if arm is None:
-                continue
-            ratio = speedup(group, arm)
-            whiskers = None
-            if ratio.low is not None and ratio.high is not None:
-                whiskers = [[max(0.0, ratio.value - ratio.low)], [max(0.0, ratio.high - ratio.value)]]
-            at = place + (offset - (len(SERIES) - 1) / 2) * width
-            bar = axis.bar(at, ratio.value, width, color=colour, yerr=whiskers, capsize=2, ecolor="#333333")
-            if place == 0:
-                bar.set_label(label)
-    axis.axhline(1.0, color="#333333", linewidth=0.8)
-    axis.set_xticks(range(len(cells)), [f"{kind}\n{MODE_LABELS.get(mode, mode)}" for mode, kind in cells])
-    axis.set_ylabel("speed ÷ plain")
-    axis.set_title(name, loc="left")
-    axis.set_ylim(0, axis.get_ylim()[1] * 1.25)
-    axis.legend(frameon=False, loc="upper left", ncols=len(SERIES), fontsize=8)
-
-
-def _positions(axis: Any, records: list[dict[str, Any]]) -> None:
-    """Accepted ÷ reached at each position of our longest draft, a line per kind and mode."""
-    longest = max((_length(record["arm"]) for record in records if record["family"] == "ours"), default=0)
-    arm = f"ours-{longest}"
-    kinds = list(dict.fromkeys(record["kind"] for record in records))
-    for mode, kind in dict.fromkeys((record["mode"], record["kind"]) for record in records):
-        group = [record for record in records if (record["mode"], record["kind"]) == (mode, kind)]
-        drafts = drafting(group, arm)
-        if drafts is None:
-            continue
-        points = [(place, rate) for place, rate in enumerate(drafts.by_position, 1) if rate is not None]
-        places, rates = [place for place, _ in points], [rate for _, rate in points]
-        style = {"greedy": "-", "sampling": "--"}.get(mode, ":")
-        colour = COLOURS[kinds.index(kind) % len(COLOURS)]
-        label = f"{kind}, {MODE_LABELS.get(mode, mode)}"
-        axis.plot(places, rates, style, color=colour, marker="o", markersize=3, label=label)
-    axis.set_ylim(0, 1.05)
-    axis.set_xticks(range(1, longest + 1))
-    axis.set_xlabel(f"position in the draft (K = {longest})")
-    axis.set_ylabel("accepted ÷ reached")
-    axis.legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
-
-
-def _length(arm: str) -> int:
-    number = arm.rpartition("-")[2]
-    return int(number) if number.isdigit() else 0

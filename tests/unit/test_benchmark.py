@@ -229,11 +229,17 @@ def test_arms_of_every_key():
 
 def test_lookups_and_copies_of_the_draft_decode_what_plain_does(tiny, ledger):
     experiment = dataclasses.replace(
-        SHORT, draft_quantization=("int8",), ngram_lengths=(4,), has_lookup=True, auto=True, max_new_tokens=12
+        SHORT,
+        draft_quantization=("int8",),
+        ngram_lengths=(4,),
+        has_lookup=True,
+        auto=True,
+        auto_model=True,
+        max_new_tokens=12,
     )
     run(tiny, ledger, experiment, chooses=lambda cell: cell.kind == "code")
     records = ledger.records()
-    names = {"ours-int8-2", "ngram-4", "ours-auto", "ours-auto-int8", "assisted-lookup"}
+    names = {"ours-int8-2", "ngram-4", "ours-auto", "ours-auto-int8", "ours-auto-model", "assisted-lookup"}
     assert names <= {record["arm"] for record in records}
     assert all(identical(records, name) == (2, 2) for name in names)
     assert {record["family"] for record in records if record["arm"] == "assisted-lookup"} == {"lookup"}

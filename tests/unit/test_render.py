@@ -249,6 +249,7 @@ def test_without_results_no_number_is_shown(tmp_path):
     for section in (tables.overview, tables.pairs, tables.all_arms):
         assert section(tmp_path) == tables.NOT_YET
     assert tables.plot(tmp_path, tmp_path / "docs" / "figures") == ""
+    assert tables.more_figures(tmp_path, tmp_path / "docs" / "figures") == ""
     assert tables.stale_figures(tmp_path, tmp_path) == []
 
 
@@ -257,15 +258,35 @@ def test_figure_is_the_same_for_the_same_results_and_stale_for_others(results, t
     figures = tmp_path / "docs" / "figures"
     assert tables.stale_figures(results, figures) == ["the figure of cpu-2core-avx2 is stale: run specdec report"]
     by_name = read_results(results)["cpu-2core-avx2"]
-    path = draw("cpu-2core-avx2", by_name, figures)
-    first = path.read_bytes()
-    assert draw("cpu-2core-avx2", by_name, figures).read_bytes() == first
+    path, steps = draw("cpu-2core-avx2", by_name, figures)
+    first = path.read_bytes(), steps.read_bytes()
+    assert tuple(each.read_bytes() for each in draw("cpu-2core-avx2", by_name, figures)) == first
     assert digest_in(path) == results_digest(by_name)
     assert tables.stale_figures(results, figures) == []
     assert "](docs/figures/cpu-2core-avx2.svg)" in tables.plot(results, figures)
     (ledger,) = by_name.values()
     ledger.path.write_text(ledger.path.read_text() + "\n")
     assert tables.stale_figures(results, figures) != []
+
+
+def test_figures_show_every_drafter_predictions_parts_and_where_auto_stands_aside(newer, tmp_path, monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # texts as texts
+    sweep = read_results(newer)["cpu"]["draft_model/sweep"]
+    for each in sweep.data["cells"]["code/T=1/1"]["records"]:
+        if each["arm"] == "ours-auto":
+            each["report"] = {**AUTO, "steps_by_draft_length": {"0": 5, "1": 1}}
+    sweep.path.write_text(json.dumps(sweep.data))
+    figures = tmp_path / "docs" / "figures"
+    paths = draw("cpu", read_results(newer)["cpu"], figures)
+    assert [path.name for path in paths] == ["cpu.svg", "cpu-steps.svg", "cpu-sweeps.svg"]
+    speeds, steps, sweeps = (path.read_text() for path in paths)
+    for words in ("4-bit draft, best K", "look-up, best K", ">auto<", "auto, 4-bit draft", "best<", "lookup<"):
+        assert words in speeds
+    assert all(words in steps for words in (">predicted<", "within 10 %", "ms per token", ">verify<", "ours-auto-nf4"))
+    assert all(words in sweeps for words in (">temperature<", "auto stands aside", "code, K = 2", "accepted ÷ reached"))
+    assert tables.more_figures(newer, figures).count("](figures/cpu-") == 2
+    assert tables.stale_figures(newer, figures) == []
 
 
 # ----------------------------------------------------------------------------------------------------------- markers

@@ -49,7 +49,7 @@ def demo(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens drafted in every step; by default what suits the pair.")
+        int | None, typer.Option(min=1, help="Tokens drafted in every step; by default chosen from measured costs.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each prompt is decoded each way.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
@@ -71,7 +71,7 @@ def demo(
 
         target, draft = resolve(chosen.target, progress), resolve(chosen.draft, progress)
         model, tokenizer = load(target, dtype="bfloat16", device=None, is_silent=is_json, console=progress)
-        length = num_speculative_tokens or chosen.num_speculative_tokens
+        length = "auto" if num_speculative_tokens is None else num_speculative_tokens
         with progress.status(f"Loading {draft}"):
             handle = hf_specdec.enable(model, draft, num_speculative_tokens=length)
     except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -16,7 +16,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens drafted in every step; 4 by default.")
+        int | None, typer.Option(min=1, help="Tokens drafted in every step; by default chosen from measured costs.")
     ] = None,
     chat: Annotated[
         bool | None,

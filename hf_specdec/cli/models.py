@@ -49,11 +49,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Pair:
-    """A target and a draft for it, with the fixed draft length that suits them on a CPU."""
+    """A target and a draft for it."""
 
     target: str
     draft: str
-    num_speculative_tokens: int
     note: str
 
 
@@ -89,14 +88,12 @@ PAIRS = {
     "smollm2": Pair(
         "smollm2-135m",
         "smol-draft",
-        1,
         "A small pair, set up in about a minute. Its draft is accepted about 4 times in 10 and costs about a fifth of "
         "a target pass, so 1.15x is the most that it can gain. --pair qwen2.5-coder (1.6 GB) is a pair that gains.",
     ),
     "qwen2.5-coder": Pair(
         "qwen2.5-coder-1.5b",
         "qwen2.5-coder-0.5b",
-        3,
         "A pair that gains: the draft writes code much as the target does.",
     ),
 }

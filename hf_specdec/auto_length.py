@@ -35,6 +35,8 @@ PROBE_SHARE = 0.01
 EXPLORE_GAIN = 1.05
 FIRST_DRAFT = 2
 KEPT_AT_BEST = 0.95
+TEXT_KEPT = 0.15
+"""Share of what was seen of drafts that counts in the next call: its text is another."""
 FADING = 64
 """Steps without drafting after which what was seen before counts half."""
 NUM_PLAIN = 2
@@ -63,7 +65,7 @@ class PairKnowledge:
         """What other calls taught counts less than what this one will."""
         self.costs.age()
         for record in self.records.values():
-            record.fade()
+            record.fade(TEXT_KEPT)
 
 
 @dataclass

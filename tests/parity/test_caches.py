@@ -426,9 +426,10 @@ def test_draft_keys_outlive_a_turn_of_one_token():
     """A turn that drafted nothing once threw away what the turn before had kept."""
     target, draft = pair("Llama")
     cache, inputs = DynamicCache(config=target.config), prompts((9,))
-    with hf_specdec.enable(target, draft):
+    with hf_specdec.enable(target, draft, method="draft_model"):
         options = {"do_sample": False, **cache_option(target, cache)}
         ids = target.generate(**inputs, **options, max_new_tokens=8)
         memory = draft_memories[cache]
         target.generate(torch.cat([ids, inputs["input_ids"]], dim=1), **options, max_new_tokens=1)
-    assert draft_memories[cache] is memory
+    assert draft_memories[cache].cache is memory.cache
+    assert draft_memories[cache].valid == memory.valid

@@ -16,15 +16,15 @@ taken. What that needs to be right:
 All of it outlives the call in a `PairKnowledge`. Knows nothing of tensors, models or caches: seconds come as numbers.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
 from hf_specdec.acceptance import AcceptanceRecord
-from hf_specdec.costs import StepCosts
 from hf_specdec.draft_length import DraftPlan, LengthChoice, Sources, StepOutcome, StepState, by_record
+from hf_specdec.speed_model import PairKnowledge, SpeedModel
 from hf_specdec.statistics import SpeculationCounters
 
-__all__ = ["MeasuredLength", "PairKnowledge"]
+__all__ = ["LENGTHS", "MeasuredLength"]
 
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 FIRST_DISTANCE = 6
@@ -35,37 +35,10 @@ PROBE_SHARE = 0.01
 EXPLORE_GAIN = 1.05
 FIRST_DRAFT = 2
 KEPT_AT_BEST = 0.95
-TEXT_KEPT = 0.15
-"""Share of what was seen of drafts that counts in the next call: its text is another."""
 FADING = 64
 """Steps without drafting after which what was seen before counts half."""
 NUM_PLAIN = 2
 """Plain passes measured before K = 0 is compared with anything."""
-
-
-@dataclass
-class PairKnowledge:
-    """What is remembered of one target and draft, for one batch size and length of text.
-
-    Attributes:
-        costs: seconds.
-        records: acceptance by kind of draft.
-        distances: per drafter, steps between probes.
-        idle: per drafter, steps in which it could have drafted and did not.
-        is_draft_cold: whether the draft was never timed but in the first forwards of a call.
-    """
-
-    costs: StepCosts = field(default_factory=StepCosts)
-    records: dict[str, AcceptanceRecord] = field(default_factory=dict)
-    distances: dict[int, int] = field(default_factory=dict)
-    idle: dict[int, int] = field(default_factory=dict)
-    is_draft_cold: bool = True
-
-    def begin_call(self) -> None:
-        """What other calls taught counts less than what this one will."""
-        self.costs.age()
-        for record in self.records.values():
-            record.fade(TEXT_KEPT)
 
 
 @dataclass
@@ -97,7 +70,7 @@ class MeasuredLength(LengthChoice):
 
     def __init__(self, knowledge: PairKnowledge, cost_guess: float) -> None:
         self.knowledge, self._cost_guess = knowledge, cost_guess
-        self._read_guess = 0.0
+        self._speed = SpeedModel(knowledge, cost_guess)
         self._num_steps = 0
         self._idle = knowledge.idle
         self._probed: int | None = None  # the part that the last step probed
@@ -107,7 +80,7 @@ class MeasuredLength(LengthChoice):
 
     def begin(self, read_seconds: float) -> None:
         """See `LengthChoice.begin`: the draft's reading is guessed from the target's."""
-        self._read_guess = self._cost_guess * read_seconds
+        self._speed.read_guess = self._cost_guess * read_seconds
 
     # --- choosing
 
@@ -119,7 +92,7 @@ class MeasuredLength(LengthChoice):
             return 0
         if self._wants_draft(state, plans):
             return FIRST_DRAFT
-        rates = {length: self._rate(state, plan) for length, plan in plans.items()}
+        rates = {length: self._speed.rate(state, plan) for length, plan in plans.items()}
         best = max(rates, key=lambda length: rates[length])
         tried = self._worth_trying(state, plans, rates[best])
         if tried is not None:
@@ -147,8 +120,8 @@ class MeasuredLength(LengthChoice):
         if self._num_steps not in (1, 2) or plan is None or not self.knowledge.is_draft_cold:
             return False
         part = state.parts[plan.parts[plan.lengths.index(plan.length)]]
-        plain = self._verify(state.batch)
-        cost = self._read(part.debt) + self._cost_guess * FIRST_DRAFT * plain
+        plain = self._speed.verify(state.batch)
+        cost = self._speed.read(part.debt) + self._cost_guess * FIRST_DRAFT * plain
         return not part.is_free and cost < FIRST_SHARE * state.remaining * plain
 
     def _worth_trying(self, state: StepState, plans: dict[int, DraftPlan], best_rate: float) -> int | None:
@@ -161,7 +134,7 @@ class MeasuredLength(LengthChoice):
             for length, plan in plans.items()
             if length
             and not verify.num_observations(state.batch * (length + 1))
-            and (rate := self._rate(state, plan, is_lower_bound=True)) > EXPLORE_GAIN * best_rate
+            and (rate := self._speed.rate(state, plan, is_lower_bound=True)) > EXPLORE_GAIN * best_rate
         }
         return max(promising, key=lambda length: promising[length]) if promising else None
 
@@ -198,14 +171,14 @@ class MeasuredLength(LengthChoice):
 
     def _can_probe(self, state: StepState, part: int) -> bool:
         """Whether the part would pay if nearly all its tokens were kept, with what it has to read first."""
-        plain, best = self._verify(state.batch), 0.0
+        plain, best = self._speed.verify(state.batch), 0.0
         for length in self._lengths(state)[1:]:
-            seconds = self._verify(state.batch * (length + 1), is_lower_bound=True)
+            seconds = self._speed.verify(state.batch * (length + 1), is_lower_bound=True)
             if not state.parts[part].is_free:
-                seconds += self._draft(length, state.batch)
+                seconds += self._speed.draft(length, state.batch)
             best = max(best, (1 + KEPT_AT_BEST * length) * plain / seconds)
         saved = state.remaining * (1 - 1 / best) * plain if best > 1 else 0.0
-        return saved > 2 * self._read(state.parts[part].debt)
+        return saved > 2 * self._speed.read(state.parts[part].debt)
 
     def _distance(self, state: StepState, part: int) -> int:
         """Steps from one probe of `part` to the next."""
@@ -218,10 +191,10 @@ class MeasuredLength(LengthChoice):
 
     def _probe_cost(self, state: StepState, part: int, has_read: bool = False) -> float:
         """What a step of one drafted token takes beyond a plain one, in plain steps."""
-        plain = self._verify(state.batch)
-        extra = self._verify(2 * state.batch) - plain
+        plain = self._speed.verify(state.batch)
+        extra = self._speed.verify(2 * state.batch) - plain
         if not state.parts[part].is_free:
-            extra += self._draft(1, state.batch) + (0.0 if has_read else self._read(state.batch))
+            extra += self._speed.draft(1, state.batch) + (0.0 if has_read else self._speed.read(state.batch))
         return extra / plain
 
     def _used(self, plan: DraftPlan) -> None:
@@ -229,64 +202,6 @@ class MeasuredLength(LengthChoice):
             if length:
                 self._idle[part] = 0
                 self.knowledge.distances.pop(part, None)
-
-    # --- predicting
-
-    def predicted(self, state: StepState, plan: DraftPlan) -> tuple[float, float]:
-        """(tokens, seconds) expected of a step that follows `plan`, all rows together."""
-        tokens = self._tokens(state, plan)
-        return tokens, self._seconds(state, plan, tokens)
-
-    def _rate(self, state: StepState, plan: DraftPlan, is_lower_bound: bool = False) -> float:
-        """Expected tokens per second."""
-        tokens = self._tokens(state, plan)
-        return tokens / self._seconds(state, plan, tokens, is_lower_bound)
-
-    def _tokens(self, state: StepState, plan: DraftPlan) -> float:
-        tokens = float(state.num_running)
-        for row, (part, length) in enumerate(zip(plan.parts, plan.lengths, strict=True)):
-            if length:
-                offer = state.parts[part].offers[row]
-                record = self.knowledge.records.get(offer.record)
-                if record is None:
-                    record = self.knowledge.records[offer.record] = AcceptanceRecord(offer.prior)
-                tokens += record.expected(length)
-        return tokens
-
-    def _seconds(self, state: StepState, plan: DraftPlan, tokens: float, is_lower_bound: bool = False) -> float:
-        seconds = self._verify(state.batch * (plan.length + 1), is_lower_bound)
-        costly = {
-            part
-            for part, length in zip(plan.parts, plan.lengths, strict=True)
-            if length and not state.parts[part].is_free
-        }
-        for part in costly:
-            debt = state.parts[part].debt
-            seconds += self._draft(plan.length, state.batch)
-            # Spread over the tokens that it serves: at least this step's, at most those that were read.
-            served = max(tokens, min(float(debt), float(state.remaining * state.num_running)))
-            seconds += self._read(debt) * tokens / served
-        return seconds
-
-    def _verify(self, rows: int, is_lower_bound: bool = False) -> float:
-        curve = self.knowledge.costs.verify
-        if curve.is_empty:
-            return 1.0
-        return curve.least_seconds(rows) if is_lower_bound else curve.seconds(rows)
-
-    def _draft(self, length: int, batch: int) -> float:
-        curve = self.knowledge.costs.draft
-        return self._cost_guess * length * self._verify(batch) if curve.is_empty else curve.seconds(length)
-
-    def _read(self, tokens: int) -> float:
-        if not tokens:
-            return 0.0
-        costs = self.knowledge.costs
-        if costs.read.is_empty:
-            return self._read_guess * tokens
-        seconds = costs.read.seconds(tokens)
-        # A pass over few tokens is a pass over one, whatever a long prompt took.
-        return min(seconds, costs.draft.seconds(1) * tokens) if not costs.draft.is_empty else seconds
 
     # --- learning
 
@@ -305,7 +220,7 @@ class MeasuredLength(LengthChoice):
             record = self.knowledge.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
             record.update(rows)
         seconds = outcome.read_seconds + outcome.draft_seconds + outcome.verify_seconds
-        plain = state.num_running / self._verify(state.batch)
+        plain = state.num_running / self._speed.verify(state.batch)
         self._has_paid = outcome.emitted / (seconds - outcome.read_seconds) > plain
         self._num_steps += 1
         self._add_up(state, plan, outcome, seconds)
@@ -321,12 +236,13 @@ class MeasuredLength(LengthChoice):
         self._has_drafted = True
 
     def _add_up(self, state: StepState, plan: DraftPlan, outcome: StepOutcome, seconds: float) -> None:
-        totals, tokens = self.totals, self._tokens(state, plan)
+        totals, tokens = self.totals, self._speed.tokens(state, plan)
         totals.expected_tokens += tokens
-        totals.expected_seconds += self._seconds(state, plan, tokens) if not self.knowledge.costs.verify.is_empty else 0
+        if not self.knowledge.costs.verify.is_empty:  # else seconds would be in target passes
+            totals.expected_seconds += self._speed.seconds(state, plan, tokens)
         totals.emitted += outcome.emitted
         totals.seconds += seconds
-        totals.plain_seconds += self._verify(state.batch) * outcome.emitted / state.num_running
+        totals.plain_seconds += self._speed.verify(state.batch) * outcome.emitted / state.num_running
         totals.steps += 1
         totals.batch = state.batch
         totals.drafting_steps += plan.length > 0
@@ -341,7 +257,7 @@ class MeasuredLength(LengthChoice):
         if record is None or costs.draft.is_empty or costs.verify.num_observations(state.batch) < NUM_PLAIN:
             return None
         plans = [sources.plan(state, length) for length in self._lengths(state)]
-        if max(plans, key=lambda plan: self._rate(state, plan)).length:
+        if max(plans, key=lambda plan: self._speed.rate(state, plan)).length:
             return None
         idle = self._idle.get(0, 0) + state.remaining
         if self._can_probe(state, 0) and idle > self._distance(state, 0):
@@ -351,21 +267,21 @@ class MeasuredLength(LengthChoice):
 
     def _price(self, batch: int, record: AcceptanceRecord) -> str:
         return (
-            f"a draft token costs {self._draft(1, batch) / self._verify(batch):.2f} of a target pass and "
+            f"a draft token costs {self._speed.draft(1, batch) / self._speed.verify(batch):.2f} of a target pass and "
             f"{record.rate:.0%} of them are kept"
         )
 
     def sum_up(self, counters: SpeculationCounters) -> None:
         """See `LengthChoice.sum_up`."""
         totals, costs = self.totals, self.knowledge.costs
-        if not totals.seconds or not totals.batch or not costs.verify.num_observations(totals.batch):
+        if not totals.emitted or not costs.verify.num_observations(totals.batch):
             return
         counters.predicted_speedup = (
             totals.expected_tokens / totals.expected_seconds * totals.plain_seconds / totals.emitted
         )
         counters.measured_speedup = totals.plain_seconds / totals.seconds
         if not costs.draft.is_empty:
-            counters.cost_coefficient = self._draft(1, totals.batch) / self._verify(totals.batch)
+            counters.cost_coefficient = self._speed.draft(1, totals.batch) / self._speed.verify(totals.batch)
         counters.decision = self._told(counters)
 
     def _told(self, counters: SpeculationCounters) -> str:

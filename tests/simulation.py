@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_specdec.auto_length import MeasuredLength, PairKnowledge
+from hf_specdec.auto_length import MeasuredLength
 from hf_specdec.draft_length import Offer, Part, Planner, Sources, StepOutcome, StepState
+from hf_specdec.speed_model import PairKnowledge
 
 MACHINES: dict[str, Callable[[int], float]] = {
     "flat": lambda rows: 1.0 + 0.015 * (rows - 1),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_specdec.acceptance import AcceptanceRecord
-from hf_specdec.auto_length import PairKnowledge
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.costs import StepCosts
 from hf_specdec.estimate.prediction import looked_up, predict
@@ -24,6 +23,7 @@ from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.knowledge import knowledge_of
 from hf_specdec.integration import enable, report
 from hf_specdec.registry import DRAFTERS, lookup
+from hf_specdec.speed_model import PairKnowledge
 
 __all__ = ["run_estimate"]
 

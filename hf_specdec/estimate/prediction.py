@@ -2,7 +2,7 @@
 
     speed(K) = E[tokens](K) / (seconds of a target pass over batch x (K + 1) rows + seconds of drafting K tokens)
 
-by the cost model with which "auto" chooses (`auto_length`). Look-ups depend on where in the text a step stands, so they
+by the cost model with which "auto" chooses (`speed_model`). Look-ups depend on where in the text a step stands, so they
 are not predicted but replayed: each text is read again, and what would have been proposed is compared with what was
 written. Knows nothing of models.
 """
@@ -10,12 +10,12 @@ written. Knows nothing of models.
 from collections.abc import Iterator, Sequence
 
 from hf_specdec.acceptance import AcceptanceRecord
-from hf_specdec.auto_length import MeasuredLength, PairKnowledge
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.costs import StepCosts
 from hf_specdec.draft_length import Offer, Part, Sources, StepState, TableLength
 from hf_specdec.drafters.ngram import Found
 from hf_specdec.estimate.result import LengthRow, Prediction
+from hf_specdec.speed_model import PairKnowledge, SpeedModel
 from hf_specdec.suffix_index import SuffixIndex
 
 __all__ = ["looked_up", "predict"]
@@ -36,12 +36,11 @@ def predict(costs: StepCosts, survivals: Sequence[Sequence[float]], batch: int =
     rate = sum(kept) / sum(seen) if seen else 0.0
     record = AcceptanceRecord(rate)  # nothing is expected but what was seen
     record.update(survivals)
-    choice = MeasuredLength(PairKnowledge(costs), cost_guess=1.0)
-    choice.knowledge.records["draft"] = record
+    model = SpeedModel(PairKnowledge(costs, {"draft": record}), cost_guess=1.0)
     state = StepState(batch, batch, LONGEST, 1 << 20, [Part([Offer(LONGEST, "draft", rate)] * batch)])
     sources, steps = Sources(1.0), []
     for length in range(LONGEST + 1 if seen else 1):
-        tokens, seconds = choice.predicted(state, sources.plan(state, length))
+        tokens, seconds = model.predicted(state, sources.plan(state, length))
         steps.append((length, tokens / batch, seconds))
     by_position = [part / whole for part, whole in zip(kept, seen, strict=True) if whole]
     return Prediction(_rows(steps, batch), rate, by_position)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_specdec.auto_length import PairKnowledge
+from hf_specdec.speed_model import PairKnowledge
 
 __all__ = ["cost_coefficient", "knowledge_of", "pass_bytes"]
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_specdec.auto_length import MeasuredLength, PairKnowledge
+from hf_specdec.auto_length import MeasuredLength
 from hf_specdec.draft_length import Offer, Part, Planner, Sources, StepOutcome, StepState
+from hf_specdec.speed_model import PairKnowledge
 from hf_specdec.statistics import SpeculationCounters
 from tests.simulation import World, auto_seconds, regret, world
 

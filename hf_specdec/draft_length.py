@@ -172,7 +172,10 @@ class Sources:
             self._record(offer).update(rows)
 
     def _record(self, offer: Offer) -> AcceptanceRecord:
-        return self.records.setdefault(offer.record, AcceptanceRecord(offer.prior))
+        record = self.records.get(offer.record)
+        if record is None:
+            record = self.records[offer.record] = AcceptanceRecord(offer.prior)
+        return record
 
     def _expected(self, state: StepState, part: int, row: int, length: int) -> float:
         offer = state.parts[part].offers[row]

@@ -87,10 +87,10 @@ def _once(run: Run, racer: Racer, seed: int, new_tokens: int, is_kept: bool = Tr
     inputs = prompt(run, racer.rows)
     options = {**MODES[racer.mode], "max_new_tokens": new_tokens, "pad_token_id": PAD}
     torch.manual_seed(seed)
-    with racer.arm.set_up(racer.target, racer.draft) as more:
+    with racer.arm.set_up(racer.target, racer.draft) as decode:
         clock.synchronize(run.device)
         started = time.perf_counter()
-        ids = racer.target.generate(**inputs, **options, **more)
+        ids = decode(**inputs, **options)
         clock.synchronize(run.device)
         seconds = time.perf_counter() - started
         report = hf_specdec.report(racer.target) if racer.arm.family == "ours" else None

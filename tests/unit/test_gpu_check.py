@@ -381,6 +381,7 @@ def test_fallback_fails_a_race_with_a_fixed_draft_length():
 # ------------------------------------------------------------------------------------------------------- all of it
 
 
+@pytest.mark.slow
 def test_every_stage_runs_tiny_on_a_cpu(tmp_path, capsys):
     path = tmp_path / "gpu_check.json"
     assert gpu_check.main(["--device", "cpu", "--tiny", "--json", str(path)]) == 0

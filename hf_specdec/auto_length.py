@@ -34,6 +34,8 @@ FIRST_SHARE = 0.06
 PROBE_SHARE = 0.01
 EXPLORE_GAIN = 1.05
 FIRST_DRAFT = 2
+TIMING_STEPS = 16
+TIMING_SHARE = 0.25
 KEPT_AT_BEST = 0.95
 FADING = 64
 """Steps without drafting after which what was seen before counts half."""
@@ -114,15 +116,15 @@ class MeasuredLength(LengthChoice):
         return self._num_steps > 1 and verify.num_observations(state.batch) < NUM_PLAIN and not verify.is_empty
 
     def _wants_draft(self, state: StepState, plans: dict[int, DraftPlan]) -> bool:
-        """Whether a draft that was never timed should be, its size says little where launches take the time: if that
-        cannot cost more than `FIRST_SHARE` of the call."""
+        """Whether a draft that was never timed should be, since its size says little where launches take the time: if
+        that cannot cost more than `TIMING_SHARE` of the call, once."""
         plan = plans.get(FIRST_DRAFT)
-        if self._num_steps not in (1, 2) or plan is None or not self.knowledge.is_draft_cold:
+        if not 1 <= self._num_steps < TIMING_STEPS or plan is None or not self.knowledge.is_draft_cold:
             return False
         part = state.parts[plan.parts[plan.lengths.index(plan.length)]]
         plain = self._speed.verify(state.batch)
         cost = self._speed.read(part.debt) + self._cost_guess * FIRST_DRAFT * plain
-        return not part.is_free and cost < FIRST_SHARE * state.remaining * plain
+        return not part.is_free and cost < TIMING_SHARE * state.remaining * plain
 
     def _worth_trying(self, state: StepState, plans: dict[int, DraftPlan], best_rate: float) -> int | None:
         """A K whose pass was never timed and which may be faster than the best one known."""

@@ -222,10 +222,12 @@ def test_the_real_small_pair_is_served(tmp_path):
     plain = words.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     with started(tmp_path, target, draft, "--dtype", "float32") as server:
         for stream in (False, True):
-            assert chat(server, stream) == plain
+            assert chat(server, stream, speculative_config=2) == plain
             report = last_report(server)
             assert report["reason"] is None
             assert report["accepted"] > 0
+        assert chat(server) == plain  # K as it is chosen here
+        assert last_report(server)["reason"] is None
 
 
 # --- without a server ------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ Algorithm 2, for a batch of rows that accept different numbers of tokens:
         forget the keys past n                     roll back        one integer per row (host/cache.py)
 
 The host reads one packed integer tensor per step. All randomness enters as uniforms, fresh per step, row and slot.
+Where several processes share the target, the first of them drafts and judges, and all commit what it says
+(`host/ranks.py`).
 """
 
 from dataclasses import dataclass
@@ -26,18 +28,16 @@ from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.emission import Emission
 from hf_specdec.host.outputs import OutputRecorder
 from hf_specdec.host.processors import BlockProcessors
+from hf_specdec.host.ranks import Ranks
 from hf_specdec.host.target import TargetModel
 from hf_specdec.sequence import Sequence
 from hf_specdec.statistics import SpeculationCounters
-from hf_specdec.steps import Committed, commit, pack
+from hf_specdec.step_read import StepRead, read_step
+from hf_specdec.steps import Committed, commit
 from hf_specdec.timing import StepTimer
 from hf_specdec.verification import Verdict, Verifier, verify_greedy
 
 __all__ = ["SpeculativeCall", "TargetNaN", "first_tokens", "speculative_sampling"]
-
-
-SURVIVAL_SCALE = 1 << 30
-"""Probabilities travel in the step's integer tensor."""
 
 
 class TargetNaN(RuntimeError):
@@ -58,6 +58,7 @@ class SpeculativeCall:
         is_sampling: draw (True) or take the most probable token.
         planner: decides how many tokens a step drafts, and from where.
         coins: the randomness.
+        ranks: the processes that share the target.
     """
 
     target: TargetModel
@@ -72,6 +73,7 @@ class SpeculativeCall:
     is_sampling: bool
     planner: Planner
     coins: Coins
+    ranks: Ranks
 
     def plan(self) -> tuple[StepState, DraftPlan]:
         """What the step that begins may draft, and what it will. To be asked once per step.
@@ -117,23 +119,20 @@ def speculative_sampling(call: SpeculativeCall) -> None:
         timer = StepTimer(sequence.device)
         timer.mark("start")
         state, plan = call.plan()
-        width = plan.length
-        sequence.reserve(width + 1)
-        draft_coins, verify_coins = call.coins.next(width)
-        draft = propose(call, plan, draft_coins, timer)
-        if draft.token_ids.shape[1] < width:  # a drafter may propose less, or have failed
-            width = draft.token_ids.shape[1]
-            verify_coins = torch.cat([verify_coins[:, :width], verify_coins[:, -1:]], dim=1)
+        draft, verify_coins = draft_block(call, plan, timer)
+        width = draft.token_ids.shape[1]
         timer.mark("drafted")
         real = draft_lengths_on_host(call, draft)
-        logits, hidden_states = call.target.score(sequence, draft.token_ids)
+        with call.ranks.forward():
+            logits, hidden_states = call.target.score(sequence, draft.token_ids)
         timer.mark("scored")
         scores = logits if call.processors is None else call.processors(logits, sequence, 0, real)
         verdict, is_nan = decide(call, scores, draft, verify_coins)
         committed = call.commit(draft.token_ids, verdict)
         hits = call.criteria.stop_string_hits(sequence, width + 1)
-        read = read_step(committed, verdict, draft, is_nan, hits, call.planner.learns)
+        read = read_step(call.ranks, committed, verdict, draft, is_nan, hits, call.planner.learns)
         timer.mark("committed")
+        follow(call, read)
         check_for_nan(call, read)
         columns = [length - sequence.prompt_length for length in sequence.host_lengths]
         counts = [len(tokens) for tokens in read.new_tokens]
@@ -150,12 +149,40 @@ def speculative_sampling(call: SpeculativeCall) -> None:
             timer.seconds("start", "drafted"),
             timer.seconds("drafted", "committed"),
         )
-        if call.planner.learns:
+        if call.planner.learns and call.ranks.leads:
             learn(
                 call, state, plan, [s for s, was in zip(read.survivals, was_running, strict=True) if was], taken, timer
             )
         call.counters.record_dropped(emission.take_dropped())
         roll_back(call, committed.num_emitted, counts)
+
+
+def draft_block(call: SpeculativeCall, plan: DraftPlan, timer: StepTimer) -> tuple[Draft, Tensor]:
+    """The step's draft, the same on every rank, and the coins [batch, draft + 1] of its verification."""
+    sequence = call.sequence
+    sequence.reserve(plan.length + 1)
+    draft_coins, verify_coins = call.coins.next(plan.length)
+    draft = propose(call, plan, draft_coins, timer)
+    if call.ranks.size > 1:
+        draft = leaders_draft(call, draft)
+    width = draft.token_ids.shape[1]
+    if width < plan.length:  # a drafter may propose less, or have failed
+        verify_coins = torch.cat([verify_coins[:, :width], verify_coins[:, -1:]], dim=1)
+    elif width > plan.length:  # the leader's: this rank's verdict is not asked for
+        verify_coins = verify_coins[:, -1:].expand(-1, width + 1)
+    return draft, verify_coins
+
+
+def leaders_draft(call: SpeculativeCall, draft: Draft) -> Draft:
+    """What the leader drafted, on every rank."""
+    sequence = call.sequence
+    rows = call.ranks.read(torch.cat([draft.lengths[:, None], draft.token_ids], dim=1))
+    if call.ranks.leads:
+        return draft
+    told = torch.tensor(rows, dtype=torch.long, device=sequence.device)
+    sequence.reserve(told.shape[1])
+    sequence.write(0, told[:, 1:])
+    return Draft(told[:, 1:], None, told[:, 0])
 
 
 def propose(call: SpeculativeCall, plan: DraftPlan, coins: Tensor, timer: StepTimer) -> Draft:
@@ -228,61 +255,10 @@ def decide(call: SpeculativeCall, scores: Tensor, draft: Draft, coins: Tensor) -
     return verdict, at_next.isnan()
 
 
-@dataclass(frozen=True)
-class StepRead:
-    """What the host knows of a step, per row."""
-
-    new_tokens: list[list[int]]
-    ended: list[bool]
-    drafted: list[int]
-    accepted: list[int]
-    target_is_nan: list[bool]
-    draft_is_broken: list[bool]
-    stop_hits: list[int] | None
-    survivals: list[list[float]]
-
-
-def read_step(
-    committed: Committed,
-    verdict: Verdict,
-    draft: Draft,
-    is_nan: Tensor | None,
-    hits: Tensor | None,
-    has_survivals: bool = False,
-) -> StepRead:
-    """The step's one host read; with `has_survivals` also how likely each prefix of the draft was to stay."""
-    no = torch.zeros_like(committed.num_emitted)
-    width = draft.token_ids.shape[1]
-    survivals = (survival_probs(verdict) * SURVIVAL_SCALE).long() if has_survivals else no[:, None][:, :0]
-    packed = pack(
-        committed.num_emitted,
-        committed.is_finished,
-        draft.lengths,
-        verdict.num_accepted,
-        no if is_nan is None else is_nan,
-        no if draft.is_broken is None else draft.is_broken,
-        no if hits is None else hits,
-        committed.block_ids,
-        survivals,
-    ).tolist()
-    columns = list(zip(*(row[:7] for row in packed), strict=True))
-    return StepRead(
-        new_tokens=[row[7 : 7 + row[0]] for row in packed],
-        ended=[bool(value) for value in columns[1]],
-        drafted=list(columns[2]),
-        accepted=list(columns[3]),
-        target_is_nan=[bool(value) for value in columns[4]],
-        draft_is_broken=[bool(value) for value in columns[5]],
-        stop_hits=None if hits is None else list(columns[6]),
-        survivals=[[value / SURVIVAL_SCALE for value in row[8 + width : 8 + width + row[2]]] for row in packed],
-    )
-
-
-def survival_probs(verdict: Verdict) -> Tensor:
-    """float64 [batch, draft]: the probability, given the draft, that at least i of its tokens stay."""
-    if verdict.survival_probs is not None:
-        return verdict.survival_probs
-    return verdict.accept_probs.cumprod(dim=1)
+def follow(call: SpeculativeCall, read: StepRead) -> None:
+    """Where another rank leads: its tokens, in place of those that this rank's own commit wrote."""
+    if not call.ranks.leads:
+        call.sequence.rewrite(read.new_tokens)
 
 
 def check_for_nan(call: SpeculativeCall, read: StepRead) -> None:
@@ -306,9 +282,10 @@ def target_nan(name: str, row: int) -> TargetNaN:
 def roll_back(call: SpeculativeCall, num_emitted: Tensor, counts: list[int]) -> None:
     """Set every row's length to what it keeps. Keys past it are forgotten by the next forward."""
     sequence, lengths = call.sequence, call.emission.lengths
-    if lengths == [length + count for length, count in zip(sequence.host_lengths, counts, strict=True)]:
+    is_kept = lengths == [length + count for length, count in zip(sequence.host_lengths, counts, strict=True)]
+    if is_kept and call.ranks.leads:
         sequence.advance(num_emitted, lengths)
-    else:  # a criterion on the host ended a row before the device did
+    else:  # a criterion on the host ended a row before the device did, or the leader did
         sequence.set_lengths(lengths)
     sequence.set_finished(call.emission.rows_over())
 
@@ -318,7 +295,8 @@ def first_tokens(call: SpeculativeCall, scores: Tensor) -> None:
     nothing = Draft.nothing(call.sequence)
     verdict, is_nan = decide(call, scores[:, None], nothing, call.coins.next(0)[1])
     committed = call.commit(nothing.token_ids, verdict)
-    read = read_step(committed, verdict, nothing, is_nan, call.criteria.stop_string_hits(call.sequence, 1))
+    read = read_step(call.ranks, committed, verdict, nothing, is_nan, call.criteria.stop_string_hits(call.sequence, 1))
+    follow(call, read)
     check_for_nan(call, read)
     call.emission.advance(read.new_tokens, read.ended, read.stop_hits)
     roll_back(call, committed.num_emitted, [len(tokens) for tokens in read.new_tokens])

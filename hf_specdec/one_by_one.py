@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_specdec import sampling
-from hf_specdec.decoding import SpeculativeCall, check_for_nan, learn, propose, read_step, roll_back
+from hf_specdec.decoding import SpeculativeCall, check_for_nan, learn, propose, roll_back
 from hf_specdec.drafters.base import Draft
+from hf_specdec.step_read import read_step
 from hf_specdec.timing import StepTimer
 from hf_specdec.verification import StandardVerifier, Verdict, verify_greedy
 
@@ -70,7 +71,7 @@ def _walk(
         nothing = Draft.nothing(sequence)
         alone = Verdict(torch.zeros_like(verdict.num_accepted), token, verdict.accept_probs[:, :0])
         committed = call.commit(nothing.token_ids, alone)
-        read = read_step(committed, alone, nothing, is_nan, call.criteria.stop_string_hits(sequence, 1))
+        read = read_step(call.ranks, committed, alone, nothing, is_nan, call.criteria.stop_string_hits(sequence, 1))
         check_for_nan(call, read)
         if not call.recorder.is_idle:
             states = None if hidden_states is None else [layer[:, position : position + 1] for layer in hidden_states]

@@ -88,6 +88,12 @@ class Sequence:
             grown[:, : self.ids.shape[1]] = self.ids
             self.ids = grown
 
+    def rewrite(self, new_tokens: Rows[Rows[int]]) -> None:
+        """Put each row's `new_tokens` behind its committed ids, whatever stands there."""
+        for row, tokens in enumerate(new_tokens):
+            start = self.host_lengths[row]
+            self.ids[row, start : start + len(tokens)] = self.ids.new_tensor(tokens)
+
     def tail(self, width: int) -> Tensor:
         """The last `width` committed ids of each row [batch, width]."""
         columns = self.lengths[:, None] + torch.arange(-width, 0, device=self.device)

@@ -29,6 +29,7 @@ from hf_specdec.host.knowledge import cost_coefficient, knowledge_of
 from hf_specdec.host.outputs import OutputRecorder
 from hf_specdec.host.processors import BlockProcessors, why_not_position_wise
 from hf_specdec.host.quantized import inexact_fact, quiet_int8, slow_rows_fact
+from hf_specdec.host.ranks import Alone, Ranks
 from hf_specdec.host.reasons import say_once
 from hf_specdec.host.runner import cache_keyword
 from hf_specdec.host.target import TargetModel
@@ -57,6 +58,7 @@ class Request:
         why_plain: a reason for plain decoding that was known before.
         is_taken: whether `_sample` was reached.
         num_nested: flagged calls on the same model that ran inside this one.
+        ranks: the processes that share the target.
     """
 
     model: Any
@@ -67,6 +69,7 @@ class Request:
     why_plain: str | None = None
     is_taken: bool = False
     num_nested: int = field(default=0)
+    ranks: Ranks = field(default_factory=Alone)
 
     def fall_back(self, why: str) -> None:
         """Plain decoding runs, because of `why`."""
@@ -102,7 +105,8 @@ def _run_call(
     _note_quantization(request)
     timer = StepTimer(input_ids.device)
     timer.mark("start")
-    outputs = model._prefill(input_ids, generation_config, inputs)
+    with request.ranks.forward():
+        outputs = model._prefill(input_ids, generation_config, inputs)
     cache = outputs[cache_keyword(model)]
     # A copy, as in plain: the prompt's logits may be many.
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
@@ -124,7 +128,10 @@ def _run_call(
                 decode_one_by_one(call, processors)
             else:
                 speculative_sampling(call)
-        sequences = call.emission.finish()
+        ended = call.emission.finish()
+        request.ranks.meet()  # the keys that are still missing come from a forward
+        request.ranks.leave()
+        sequences = ended
     finally:
         cache = call.target.release(call.sequence, sequences)
         _remember_draft(call, cache)
@@ -173,20 +180,23 @@ def _prepared(
         block = BlockProcessors(processors, criteria.eos_ids)
     is_sampling = bool(generation_config.do_sample)
     drafter = _drafter(request, target, sequence, padding_mask, is_sampling, criteria, block, generation_config)
-    pad = generation_config._pad_token_tensor
+    pad, ranks = generation_config._pad_token_tensor, request.ranks
+    if ranks.size > 1:
+        request.counters.note(f"The target is shared by {ranks.size} ranks: the first one drafts and decides.")
     return SpeculativeCall(
         target=target,
-        drafter=drafter,
+        drafter=drafter if ranks.leads else None,
         verifier=lookup("rejection_sample_method", VERIFIERS, request.config.rejection_sample_method)(),
         sequence=sequence,
         processors=block,
         criteria=criteria,
-        emission=Emission(sequence, criteria, streamer, None if pad is None else int(pad), recorder),
+        emission=Emission(sequence, criteria, streamer, None if pad is None else int(pad), recorder, ranks),
         recorder=recorder,
         counters=request.counters,
         is_sampling=is_sampling,
         planner=_planner(request, drafter, sequence.batch, target.held, is_sampling),
         coins=Coins(sequence.batch, input_ids.device, is_sampling),
+        ranks=ranks,
     )
 
 

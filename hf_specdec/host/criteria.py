@@ -65,6 +65,11 @@ class Criteria:
         for criterion in self._lengths:
             criterion(ids[:, :-1], None)
 
+    @property
+    def has_timers(self) -> bool:
+        """Whether a criterion looks at the clock."""
+        return bool(self._timers)
+
     def is_time_up(self, ids: Tensor) -> bool:
         """Whether a time criterion says stop; `ids` [batch, length] as plain passes them."""
         return any(bool(timer(ids, None).all()) for timer in self._timers)

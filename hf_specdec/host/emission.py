@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_specdec.host.criteria import Criteria
 from hf_specdec.host.outputs import OutputRecorder
+from hf_specdec.host.ranks import Ranks
 from hf_specdec.sequence import Sequence
 
 __all__ = ["Emission"]
@@ -26,6 +27,7 @@ class Emission:
         streamer: the caller's, or None; its prompt was put by `generate()`.
         pad_id: what finished rows get, None if plain has no such id.
         recorder: scores and states per column.
+        ranks: the processes that share the target; the leader's criteria decide.
 
     Attributes:
         lengths: columns that each row has now.
@@ -40,8 +42,11 @@ class Emission:
         streamer: Any,
         pad_id: int | None,
         recorder: OutputRecorder,
+        ranks: Ranks,
     ) -> None:
         self.sequence, self.criteria, self.streamer, self.pad_id = sequence, criteria, streamer, pad_id
+        self._ranks = ranks
+        self._asks_others, self._asks_time = ranks.any_of(bool(criteria.others), criteria.has_timers)
         self.recorder = recorder
         self.lengths = list(sequence.host_lengths)
         self._seen = sequence.ids[:, : sequence.prompt_length]  # what criteria of the caller's own have been shown
@@ -93,14 +98,15 @@ class Emission:
             column = self.released
             if not all(self.lengths[row] > column or (pads and self._is_stopped(row, column)) for row in rows):
                 break
-            if self.criteria.others:
+            if self._asks_others:
                 self._ask_others(column + 1)
             if self.streamer is not None:
                 self.streamer.put(torch.tensor([self._token(row, column) for row in rows]))
             self.released = column + 1
             self.is_done = all(self._is_stopped(row, self.released) for row in rows)
-        if not self.is_done and self.criteria.is_time_up(self.sequence.ids[:, : self.released]):
-            self.is_done = True
+        if not self.is_done and self._asks_time:
+            is_up = self.criteria.is_time_up(self.sequence.ids[:, : self.released])
+            self.is_done = bool(self._ranks.read(torch.tensor([[is_up]]))[0][0])
         if self.is_done:
             for row in rows:
                 self._give_back(row, self.released)
@@ -127,7 +133,7 @@ class Emission:
         done = torch.zeros(len(self.lengths), dtype=torch.bool, device=ids.device)
         for criterion in self.criteria.others:
             done = done | torch.as_tensor(criterion(ids, scores), device=ids.device)
-        for row, is_done in enumerate(done.tolist()):
+        for row, is_done in enumerate(self._ranks.read(done[None])[0]):
             if is_done and not self._is_stopped(row, length):
                 self.stopped_at[row] = length
                 if self.criteria.pads_finished_rows:

@@ -23,7 +23,9 @@ from hf_specdec.host import binding, masks
 from hf_specdec.host.call import Request, decide_aside, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
 from hf_specdec.host.quantized import why_inexact
-from hf_specdec.host.reasons import NOT_WORTH_IT, logger, mode_reason, warn_once, why_draft_unfit, why_plain
+from hf_specdec.host.ranks import ranks_of, why_split
+from hf_specdec.host.reasons import NOT_WORTH_IT, is_sampled, logger, mode_reason, warn_once, why_draft_unfit, why_plain
+from hf_specdec.registry import DRAFTERS, lookup
 from hf_specdec.statistics import SpeculationCounters
 
 __all__ = ["TESTED_RANGE", "Hooks", "is_disabled", "unexpected_hooks"]
@@ -191,19 +193,25 @@ def _flagged_call(original: Callable, model: Any, kwargs: dict[str, Any], resolu
     started = time.perf_counter()
     assistant = kwargs.pop("assistant_model", None)
     kwargs.pop("assistant_tokenizer", None)
-    found = find_draft(model, resolution, assistant, hooks.config_drafts)
+    ranks = ranks_of(model)
+    with ranks.guard():
+        found = find_draft(model, resolution, assistant, hooks.config_drafts)
+        missing = ranks.first_text(found.why_plain)
     outer = _REQUEST.get()
     counters = SpeculationCounters(found.method)
-    request = Request(model, resolution.config, found.draft, found.method, counters, found.why_plain)
+    request = Request(model, resolution.config, found.draft, found.method, counters, missing, ranks=ranks)
     _set_aside(model, kwargs)
     options = _option_lookup(model, kwargs)
     token = _REQUEST.set(request)
+    # The others wait in `_sample`: what keeps this rank from getting there has to be told.
+    guard = ranks.guard() if is_sampled(model, options) else contextlib.nullcontext()
     try:
-        output = original(model, **kwargs)
+        with guard:
+            output = original(model, **kwargs)
     finally:
         _REQUEST.reset(token)
     if not request.is_taken and request.num_nested == 0:
-        request.fall_back(found.why_plain or mode_reason(model, options))
+        request.fall_back(missing or mode_reason(model, options))
     request.counters.finish(time.perf_counter() - started)
     if request.counters.reason is not None:
         warn_once(model, request.counters.reason)
@@ -241,6 +249,11 @@ def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
         logger.warning("%s set aside: speculative_config is on for this call.", ", ".join(names))
 
 
+def _runs_target(method: str) -> bool:
+    drafter = lookup("method", DRAFTERS, method)
+    return drafter.changes_target or getattr(drafter, "is_on_target_keys", False)
+
+
 def _wrap_sample(original: Callable) -> Callable:
     @functools.wraps(original)
     def _sample(
@@ -263,13 +276,16 @@ def _wrap_sample(original: Callable) -> Callable:
             return plain()
         request.is_taken = True
         why = request.why_plain or why_plain(self, generation_config, logits_processor, synced_gpus, inputs, input_ids)
+        why = why or why_split(self, request.draft, _runs_target(request.method))
         if why is None and request.config.on_inexact == "plain":
             why = why_inexact(self)
         if why is None and request.draft is not None:  # last: the target's own reasons say more
             why = why_draft_unfit(request.draft)
         if why is None and (decision := decide_aside(request, input_ids, generation_config)) is not None:
             why, request.counters.decision = NOT_WORTH_IT, decision
+        why = request.ranks.first_text(why)  # what one of them cannot, none may begin
         if why is not None:
+            request.ranks.leave()
             request.fall_back(why)
             return plain()
         return run_call(request, input_ids, logits_processor, stopping_criteria, generation_config, streamer, inputs)

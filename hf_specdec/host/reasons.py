@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import DynamicCache, GenerationMixin, LogitsProcessorList
 
 from hf_specdec.host.adapters import why_adapters
 from hf_specdec.host.cache import unsupported_layer
@@ -18,8 +18,18 @@ from hf_specdec.host.draft_copy import original
 from hf_specdec.host.families import why_frequencies_move, why_not_ragged, why_slots_matter, why_window_without_mask
 from hf_specdec.host.masks import RAGGED_IMPLEMENTATIONS
 from hf_specdec.host.processors import why_not_in_batch
+from hf_specdec.host.ranks import num_ranks
 
-__all__ = ["NOT_WORTH_IT", "NO_DRAFT", "mode_reason", "say_once", "warn_once", "why_draft_unfit", "why_plain"]
+__all__ = [
+    "NOT_WORTH_IT",
+    "NO_DRAFT",
+    "is_sampled",
+    "mode_reason",
+    "say_once",
+    "warn_once",
+    "why_draft_unfit",
+    "why_plain",
+]
 
 logger = logging.getLogger("hf_specdec")
 
@@ -59,8 +69,18 @@ def say_once(model: Any, fact: str) -> None:
         logger.warning("%s", fact)
 
 
+def is_sampled(model: Any, options: Any) -> bool:
+    """Whether `generate()` comes to sampling or greedy search if nothing raises; `options(name)` looks an option up."""
+    mixin: Any = GenerationMixin
+    return _why_other_mode(options) is None and type(model)._sample is mixin._sample
+
+
 def mode_reason(model: Any, options: Any) -> str:
     """Why `generate()` never came to sampling or greedy search; `options(name)` looks an option up."""
+    return _why_other_mode(options) or f"{type(model).__name__} has a decoding loop of its own"
+
+
+def _why_other_mode(options: Any) -> str | None:
     if (options("num_beams") or 1) > 1:
         return "beam search"
     if options("custom_generate") is not None:
@@ -68,7 +88,7 @@ def mode_reason(model: Any, options: Any) -> str:
     for name in ("constraints", "force_words_ids", "dola_layers", "penalty_alpha"):
         if options(name):
             return f"decoding mode of {name}"
-    return f"{type(model).__name__} has a decoding loop of its own"
+    return None
 
 
 def why_plain(
@@ -78,8 +98,6 @@ def why_plain(
     model_kwargs), or None."""
     if synced:
         return "synced_gpus (ranks must run the same number of forwards)"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        return "tensor parallel plan"
     if model.config.is_encoder_decoder:
         return "encoder-decoder target"
     if not inputs.get("use_cache"):
@@ -91,7 +109,7 @@ def why_plain(
         _why_cache(model, cache)
         or _why_inputs(inputs)
         or why_adapters(model)
-        or why_not_in_batch(processors, ids.shape[0])
+        or why_not_in_batch(processors, ids.shape[0] * num_ranks(model))
         or _why_attention(model, inputs)
         or why_window_without_mask(model, cache)
         or why_slots_matter(model, ids.shape[0])

@@ -118,10 +118,19 @@ def test_synced_gpus(caplog, one_rank):
     falls_back(caplog, *pair(), "synced_gpus (ranks must run the same number of forwards)", synced_gpus=True)
 
 
-def test_tensor_parallel_plan(caplog):
+def test_tensor_parallel_draft(caplog):
     target, draft = pair()
-    target._tp_size = 2
-    falls_back(caplog, target, draft, "tensor parallel plan")
+    target._tp_size = draft._tp_size = 2
+    reason = "tensor parallel draft (rank 0 drafts alone, so the draft has to be whole there)"
+    falls_back(caplog, target, draft, reason)
+    target._tp_size = None
+    falls_back(caplog, target, draft, "the draft is split over ranks, and the target is not")
+
+
+def test_pipeline_parallel(caplog):
+    target, draft = pair()
+    target._pp_stage = object()
+    falls_back(caplog, target, draft, "pipeline parallel (a rank holds some of the layers only)")
 
 
 def test_no_draft(caplog):

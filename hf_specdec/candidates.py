@@ -55,6 +55,11 @@ class SpeculativeCandidateGenerator(CandidateGenerator):
         if self._method == "auto":  # nothing is measured here: one drafter serves the call
             self._method = "ngram" if draft is None else "draft_model"
         self._class: type[Drafter] = lookup("method", DRAFTERS, self._method)
+        if self._class.is_on_target_keys:
+            raise ValueError(
+                f"method={self._method!r} drafts on the target's own keys, which transformers' assisted decoding does "
+                "not lend. Use enable(), or another method."
+            )
         if self._class.needs_model:
             check_pair(target, draft)
             draft = own_copy(draft, self.config, target, is_in_code=True)

@@ -28,6 +28,7 @@ DRAFT_KEYS = (
     "revision",
     "prompt_lookup_min",
     "prompt_lookup_max",
+    "early_exit_layer",
     "quantization",
     "dtype",
     "device",
@@ -61,6 +62,7 @@ class SpeculativeConfig:
             only `prompt_lookup_max` is given, the other follows.
         prompt_lookup_max: of "ngram" and "suffix": most tokens of the n-gram that is looked up; of its occurrences the
             one that matches furthest back is taken.
+        early_exit_layer: of "early_exit": the target's first layers that draft, fewer than it has. None: a quarter.
         quantization: of the draft: a method's name or a quantization config as a dict.
         dtype: of the draft: "auto" or the name of a torch dtype.
         device: of the draft: a torch device as a string, or the index of an accelerator.
@@ -84,6 +86,7 @@ class SpeculativeConfig:
     on_inexact: Literal["speculate", "plain"] = "speculate"
     prompt_lookup_min: int = 1
     prompt_lookup_max: int = 4
+    early_exit_layer: int | None = None
     quantization: str | dict[str, Any] | None = None
     dtype: str | None = None
     device: str | int | None = None
@@ -113,6 +116,11 @@ class SpeculativeConfig:
         elif "prompt_lookup_max" not in given:
             object.__setattr__(self, "prompt_lookup_max", max(least, most))
         check_lookup(self.prompt_lookup_min, self.prompt_lookup_max)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The fields that were given."""
+        return vars(self)["_given"]
 
     @property
     def draft_length(self) -> int:

@@ -24,7 +24,7 @@ __all__ = ["USED_KEYS", "check_lookup", "clean_value", "shown", "validated"]
 logger = logging.getLogger("hf_specdec")
 
 # Valid before (and without) the modules that register themselves under these names on import.
-_OWN_METHODS = ("auto", "base", "draft_model", "ngram", "suffix")
+_OWN_METHODS = ("auto", "base", "draft_model", "early_exit", "ngram", "suffix")
 _OWN_REJECTION_METHODS = ("block", "standard")
 
 _OTHER_METHOD = "it belongs to a drafting method that is not in use"
@@ -239,6 +239,14 @@ def _num_looked_up(key: str, value: Any) -> int:
     return int(value)
 
 
+def _early_exit_layer(key: str, value: Any) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{key} must be an integer of at least 1, got {shown(value)}.")
+    if value < 1:
+        raise ValueError(f"{key} must be at least 1, got {value}: it counts the target's layers that draft.")
+    return int(value)
+
+
 def _switch(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
@@ -336,6 +344,7 @@ USED_KEYS: dict[str, Callable[[str, Any], Any]] = {
     "on_inexact": _on_inexact,
     "prompt_lookup_min": _num_looked_up,
     "prompt_lookup_max": _num_looked_up,
+    "early_exit_layer": _early_exit_layer,
     "quantization": _quantization,
     "dtype": _dtype,
     "device": _device,

@@ -18,6 +18,7 @@ from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.drafts import check_pair
 from hf_specdec.host.generate import FLAG, TESTED_RANGE, Hooks, is_disabled, unexpected_hooks
 from hf_specdec.host.loading import load_draft
+from hf_specdec.registry import DRAFTERS, lookup
 from hf_specdec.report import SpeculationReport
 
 __all__ = ["Handle", "enable", "register", "report"]
@@ -127,6 +128,7 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
         draft = binding.unwrap(draft)
         check_pair(target, draft)
         own_copy(draft, SpeculativeConfig(**flag), target, is_in_code=True)  # made now, and its errors are heard now
+    lookup("method", DRAFTERS, flag.get("method", "auto")).check(target, SpeculativeConfig(**flag))
     is_auto = flag.get("method", "auto") == "auto"
     if is_auto:
         is_order = flag.get("num_speculative_tokens", "auto") != "auto"

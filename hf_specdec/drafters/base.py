@@ -68,6 +68,7 @@ class DraftRequest:
         vocab_size: rows of the target's output head.
         prefill_chunk_size: tokens per prefill pass, None for all at once.
         resume: state that a former call of this drafter left beside the cache (see `Drafter.keep`), or None.
+        target_call: the target in this call (`host.target.TargetModel`), which lends its keys; None outside the loop.
     """
 
     config: SpeculativeConfig
@@ -82,6 +83,7 @@ class DraftRequest:
     vocab_size: int = 0
     prefill_chunk_size: int | None = None
     resume: Any = None
+    target_call: Any = None
 
 
 class Drafter(ABC):
@@ -92,6 +94,8 @@ class Drafter(ABC):
         has_probs: whether `Draft.probs` is given when sampling (else tokens are point masses).
         changes_target: whether drafting changes the target for a while; calls on one target then take turns.
         is_free: whether drafting needs no forward of any model.
+        is_on_target_keys: whether it drafts on the target's own keys: it has no text to read first, and nothing to
+            draft with outside a call's loop.
         record: name under which the acceptance of its tokens is kept.
         prior: acceptance expected of them before anything was measured.
     """
@@ -100,6 +104,7 @@ class Drafter(ABC):
     has_probs: ClassVar[bool] = False
     changes_target: ClassVar[bool] = False
     is_free: ClassVar[bool] = False
+    is_on_target_keys: ClassVar[bool] = False
     record: ClassVar[str] = "draft"
     prior: ClassVar[float] = 0.6
 
@@ -110,6 +115,26 @@ class Drafter(ABC):
     def why_unfit(cls, target: Any) -> str | None:
         """The reason why this drafter cannot draft for `target` at all, or None."""
         return None
+
+    @classmethod
+    def check(cls, target: Any, config: SpeculativeConfig) -> None:
+        """Raise ValueError for settings that do not fit `target`; asked by `enable` and at every call."""
+
+    @classmethod
+    def why_wrong(cls, target: Any, config: SpeculativeConfig) -> str | None:
+        """As `why_unfit`, once nothing else speaks against a call on `target`, so it may be run to find out."""
+        return None
+
+    @classmethod
+    def cost(cls, target: Any, config: SpeculativeConfig) -> float:
+        """Seconds of a draft forward in target passes until one was measured, where there is no draft model. Default: a
+        whole pass."""
+        return 1.0
+
+    @classmethod
+    def variant(cls, target: Any, config: SpeculativeConfig) -> str:
+        """What tells costs and acceptance under `config` from those under other settings of the same method."""
+        return ""
 
     @property
     def parts(self) -> "list[Drafter]":

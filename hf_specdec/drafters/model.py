@@ -1,6 +1,6 @@
 """A smaller model of the same tokenizer drafts: one narrow forward per drafted token.
 
-The first forward of a step always takes the last two committed tokens. After a fully accepted block the draft owes two
+The first forward of a step takes the last two committed tokens. After a fully accepted block the draft owes two
 tokens (its own last one was drawn, not read), else one; reading one again is harmless and keeps one shape.
 
 Source: Chen et al. 2023 (arXiv 2302.01318), Algorithm 2, the draft's half.
@@ -54,7 +54,7 @@ class ModelDrafter(Drafter):
         if self.request.is_sampling:
             probs = torch.zeros((batch, draft_length, self.request.vocab_size), dtype=torch.float32, device=device)
         any_broken = torch.zeros(batch, dtype=torch.bool, device=device)
-        feed, short = sequence.tail(2), self._short_ids(device)
+        feed, short = sequence.tail(self.model.feed_width), self._short_ids(device)
         lengths = torch.where(self.model.is_blocked(feed), 0, lengths)
         for position in range(draft_length):
             scores = self.model.next_scores(feed, sequence, position, short is not None)

@@ -220,13 +220,16 @@ def _choice(request: Request, batch: int, length: int) -> LengthChoice:
         return ConstantLength(int(config.num_speculative_tokens))
     if config.deterministic:
         return TableLength()
-    knowledge = knowledge_of(request.model, request.draft, request.method, batch, length)
+    variant = lookup("method", DRAFTERS, request.method).variant(request.model, config)
+    knowledge = knowledge_of(request.model, request.draft, f"{request.method} {variant}".strip(), batch, length)
     return MeasuredLength(knowledge, _cost_guess(request))
 
 
 def _cost_guess(request: Request) -> float:
-    """c by the models' sizes; a drafter without a model of its own is taken for the target's size or for free."""
-    return 1.0 if request.draft is None else cost_coefficient(request.model, request.draft)
+    """c by the models' sizes; of a drafter without a model of its own, as it says."""
+    if request.draft is not None:
+        return cost_coefficient(request.model, request.draft)
+    return lookup("method", DRAFTERS, request.method).cost(request.model, request.config)
 
 
 def decide_aside(request: Request, input_ids: Tensor, generation_config: Any) -> str | None:
@@ -243,7 +246,8 @@ def decide_aside(request: Request, input_ids: Tensor, generation_config: Any) ->
         return None
     longest = generation_config.max_length
     remaining = (1 << 20) if longest is None else max(1, longest - length)
-    part = Part([Offer(remaining, drafter.record, drafter.prior)] * batch, debt=batch * length)
+    debt = 0 if drafter.is_on_target_keys else batch * length
+    part = Part([Offer(remaining, drafter.record, drafter.prior)] * batch, debt=debt)
     choice = _choice(request, batch, length)
     assert isinstance(choice, MeasuredLength)
     return choice.why_aside(StepState(batch, batch, remaining - 1, remaining, [part]), Sources(_cost_guess(request)))
@@ -262,7 +266,7 @@ def _drafter(
     cls = lookup("method", DRAFTERS, request.method)
     memory = draft_memories.get(target.source)
     history = _history(memory, sequence, target.shift)
-    if target.shift and history is None:
+    if target.shift and history is None and not cls.is_on_target_keys:
         request.counters.note(
             "The draft does not know the tokens in the cache handed over: it drafts from the new ones only."
         )
@@ -281,6 +285,7 @@ def _drafter(
             vocab_size=output_vocab_size(request.model),
             prefill_chunk_size=generation_config.prefill_chunk_size,
             resume=memory,
+            target_call=target,
         )
     )
 

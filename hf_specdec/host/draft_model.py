@@ -75,6 +75,9 @@ class DraftModel:
         around: makes the context in which every forward runs.
     """
 
+    feed_width = 2
+    """Tokens of the text that a step's first forward takes."""
+
     def __init__(
         self, request: DraftRequest, around: Callable[[], AbstractContextManager] = contextlib.nullcontext
     ) -> None:

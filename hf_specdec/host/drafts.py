@@ -8,6 +8,7 @@ from hf_specdec.config import Resolution, SpeculativeConfig
 from hf_specdec.drafters import Drafter
 from hf_specdec.drafters.base_model import BaseModelDrafter  # noqa: F401  (registers "base")
 from hf_specdec.drafters.composite import CompositeDrafter  # noqa: F401  (registers "auto", "draft_model" and "ngram")
+from hf_specdec.drafters.early_exit import EarlyExitDrafter  # noqa: F401  (registers "early_exit")
 from hf_specdec.drafters.suffix import SuffixDrafter  # noqa: F401  (registers "ngram" and "suffix")
 from hf_specdec.host import binding
 from hf_specdec.host.draft_copy import own_copy
@@ -67,11 +68,12 @@ def find_draft(target: Any, resolution: Resolution, assistant: Any, may_load: bo
         may_load: whether a draft that is named in data may be loaded.
 
     Raises:
-        ValueError: a draft that does not fit, or one named at the call that cannot be loaded.
+        ValueError: a draft or a setting that does not fit, or a draft named at the call that cannot be loaded.
     """
     config = resolution.config
     assert config is not None
     drafter: type[Drafter] = lookup("method", DRAFTERS, config.method)
+    drafter.check(target, config)
     why = drafter.why_unfit(target)
     if why is not None or not drafter.needs_model:
         return Found(config.method, None, why)

@@ -18,7 +18,10 @@ from hf_specdec.host.cache import RaggedCache
 from hf_specdec.host.runner import ModelRunner, cache_keyword, forward_keywords, input_device
 
 __all__ = [
+    "ROWS",
+    "TOLERANCE",
     "VERIFIED",
+    "is_covered",
     "weights_key",
     "why_frequencies_move",
     "why_not_ragged",
@@ -34,7 +37,7 @@ _UNFIT = {"gpt_neo": "its local layers cut their window by slot inside the atten
 
 # Relative to the largest logit: well above what differently shaped kernels of the same dtype give (about 2^-8 in
 # bfloat16), well below what a wrong mask or position gives (of order 1).
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 
 _MASKS_OF_WINDOWS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")
 
@@ -50,8 +53,7 @@ def why_not_ragged(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if config.model_type in _UNFIT:
         return f"{type(model).__name__} cannot have rows of different lengths: {_UNFIT[config.model_type]}"
-    # A user's subclass and remote code have the model_type of a family without being it.
-    if config.model_type in VERIFIED and type(model).__module__.startswith("transformers.models."):
+    if is_covered(model):
         return None
     key = getattr(config, "_attn_implementation", None), model.dtype, weights_key(model)
     with _LOCK:
@@ -59,6 +61,13 @@ def why_not_ragged(model: Any) -> str | None:
         if key not in verdicts:
             verdicts[key] = _try(model)
         return verdicts[key]
+
+
+def is_covered(model: Any) -> bool:
+    """Whether the suites cover the model's family. A user's subclass and remote code have the model_type of a family
+    without being it."""
+    model_type = model.config.get_text_config(decoder=True).model_type
+    return model_type in VERIFIED and type(model).__module__.startswith("transformers.models.")
 
 
 def weights_key(model: Any) -> tuple[int, int]:
@@ -117,7 +126,7 @@ def _try(model: Any) -> str | None:
         error, scale = _largest_error(model)
     except Exception as failure:  # a model that cannot run these passes cannot be verified
         return f"{name} failed the per-row length check: {type(failure).__name__}: {failure}"
-    tolerance = _TOLERANCE.get(model.dtype, 0.06) * scale
+    tolerance = TOLERANCE.get(model.dtype, 0.06) * scale
     if error <= tolerance:
         return None
     return f"{name} failed the per-row length check: logits differ by {error:.2g}, tolerance {tolerance:.2g}"

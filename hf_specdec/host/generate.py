@@ -7,6 +7,7 @@ original `generate()` prepares everything and calls `_sample`, whose wrap takes 
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_specdec.config import DRAFT_KEYS, SpeculativeConfig, normalise, resolve
+from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 from hf_specdec.host import binding, masks
 from hf_specdec.host.call import Request, decide_aside, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
@@ -195,6 +196,8 @@ def _flagged_call(original: Callable, model: Any, kwargs: dict[str, Any], resolu
     kwargs.pop("assistant_tokenizer", None)
     ranks = ranks_of(model)
     with ranks.guard():
+        if assistant is None:
+            resolution = _with_early_exit(model, kwargs, resolution)
         found = find_draft(model, resolution, assistant, hooks.config_drafts)
         missing = ranks.first_text(found.why_plain)
     outer = _REQUEST.get()
@@ -238,11 +241,28 @@ def _option_lookup(model: Any, kwargs: dict[str, Any]) -> Callable[[str], Any]:
     return option
 
 
+def _with_early_exit(model: Any, kwargs: dict[str, Any], resolution: Resolution) -> Resolution:
+    """Where the flag names no draft, transformers' own option for drafting with the first layers does."""
+    layer, config = _option_lookup(model, kwargs)("assistant_early_exit"), resolution.config
+    is_off = "assistant_early_exit" in kwargs and kwargs["assistant_early_exit"] is None
+    is_bound = resolution.inherits_draft and binding.bindings_of(model)
+    if is_off or layer is None or config is None or is_bound or not {"method", "model"}.isdisjoint(config.given):
+        return resolution
+    kwargs["assistant_early_exit"] = None  # taken, not set aside
+    try:
+        config = dataclasses.replace(config, method="early_exit", early_exit_layer=layer)
+    except (TypeError, ValueError) as error:
+        error.add_note("early_exit_layer was read from: assistant_early_exit")
+        raise
+    return dataclasses.replace(resolution, config=config, is_bare_true=False)
+
+
 def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
     """Switch transformers' own speculation off for this call."""
     option, names = _option_lookup(model, kwargs), []
     for name in SET_ASIDE:
-        if option(name) not in (None, False):
+        is_off = name in kwargs and kwargs[name] is None
+        if not is_off and option(name) not in (None, False):
             names.append(name)
             kwargs[name] = None  # a keyword beats every config, None included
     if names:
@@ -281,6 +301,8 @@ def _wrap_sample(original: Callable) -> Callable:
             why = why_inexact(self)
         if why is None and request.draft is not None:  # last: the target's own reasons say more
             why = why_draft_unfit(request.draft)
+        if why is None:
+            why = lookup("method", DRAFTERS, request.method).why_wrong(self, request.config)
         if why is None and (decision := decide_aside(request, input_ids, generation_config)) is not None:
             why, request.counters.decision = NOT_WORTH_IT, decision
         why = request.ranks.first_text(why)  # what one of them cannot, none may begin

@@ -44,7 +44,7 @@ class TargetModel:
         self.held = cache.get_seq_length()
         self.shift = self.held - sequence.prompt_length
         self.name = type(model).__name__
-        self._padding_mask, self._extra = padding_mask, extra
+        self._padding_mask, self._extra = padding_mask, extra or {}
         self._last_positions = None if position_ids is None else position_ids[..., -1:]
         self._runner: ModelRunner | None = None
         self._valid = [self.held] * sequence.batch
@@ -58,6 +58,31 @@ class TargetModel:
             )
         return self._runner
 
+    def slots(self, sequence: Sequence) -> list[int]:
+        """Slots that each row's text takes; the keys of its last token are not there yet."""
+        return [length + self.shift for length in sequence.host_lengths]
+
+    def make_room(self, sequence: Sequence, width: int) -> None:
+        """Prepare passes over `width` slots past what is committed."""
+        self._at_end(sequence).cache.make_room(width)
+
+    def _at_end(self, sequence: Sequence) -> ModelRunner:
+        """Every row's keys end where its text does: what was written past it is forgotten."""
+        runner = self._start(sequence)
+        # A row that has ended no longer holds a sliding window open, unless its keys are to be returned.
+        lengths = [length - 1 for length in self.slots(sequence)]
+        runner.cache.set_lengths(lengths, None if self.is_kept else sequence.live_rows)
+        return runner
+
+    def lend(self, model: Any, sequence: Sequence) -> ModelRunner:
+        """Forwards of `model`, whose layers are the target's first ones, on the target's own keys. What it writes past
+        the text is written again by the next `score`, at least as far."""
+        own = self._start(sequence)
+        extra = {name: value for name, value in self._extra.items() if not name.startswith("output_")}
+        return ModelRunner(
+            model, own.cache, self._padding_mask, self._last_positions, self.held, own.max_slots, extra=extra
+        )
+
     def score(self, sequence: Sequence, draft_ids: Tensor) -> tuple[Tensor, Any]:
         """One forward over each row's last token and its draft.
 
@@ -69,11 +94,8 @@ class TargetModel:
             logits float32 [batch, draft + 1, vocab] on the text's device (position w follows w drafted tokens), and the
             hidden states per layer if the caller asked for them.
         """
-        runner = self._start(sequence)
-        starts = [length - 1 + self.shift for length in sequence.host_lengths]
-        self._valid = starts
-        # A row that has ended no longer holds a sliding window open, unless its keys are to be returned.
-        runner.cache.set_lengths(starts, None if self.is_kept else sequence.live_rows)
+        runner = self._at_end(sequence)
+        self._valid = [length - 1 for length in self.slots(sequence)]
         output = runner.forward(torch.cat([sequence.tail(1), draft_ids], dim=1))
         logits = output.logits.to(dtype=torch.float32, device=sequence.device)
         return logits, getattr(output, "hidden_states", None)

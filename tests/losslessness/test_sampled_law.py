@@ -18,9 +18,11 @@ import hf_specdec
 from hf_specdec.coins import Coins
 from hf_specdec.drafters import Draft
 from hf_specdec.drafters.composite import CompositeDrafter
+from hf_specdec.drafters.early_exit import EarlyExitDrafter
 from hf_specdec.drafters.model import ModelDrafter
 from hf_specdec.drafters.ngram import NgramDrafter
 from hf_specdec.host import processors
+from hf_specdec.host.cache import RaggedCache
 from hf_specdec.registry import DRAFTERS, VERIFIERS
 from hf_specdec.verification import BlockVerifier, StandardVerifier
 from tests.losslessness import tiny_pairs
@@ -79,6 +81,8 @@ OTHERS = {
         "looked up": Case(rule, 4, LIVELY, draft="ngram", prompts="ragged"),
         "looked up, with EOS": Case(rule, 4, TEMPERATURE, draft="ngram", prompts="ragged", eos_id=1),
         "looked up in other calls": Case(rule, 4, TEMPERATURE, draft="suffix", prompts="ragged", rows_per_call=300),
+        "first layers": Case(rule, 4, COMBINED, draft="early_exit", target_layers=3, prompts="ragged"),
+        "first layers, with EOS": Case(rule, 2, TEMPERATURE, draft="early_exit", target_layers=2, eos_id=1),
     }.items()
 }
 
@@ -407,3 +411,41 @@ class ShortenedAfterTheDraw(ModelDrafter):
 def test_sampled_law_rejects_a_draft_length_chosen_after_the_draw(rule, monkeypatch):
     monkeypatch.setitem(DRAFTERS, "draft_model", ShortenedAfterTheDraw)
     assert law_p_value(Case(rule, 4, TEMPERATURE)) < REJECT_BELOW
+
+
+FIRST_LAYERS = {"draft": "early_exit", "target_layers": 3}
+
+
+class JudgedByAnotherDepth(EarlyExitDrafter):
+    """A wrong drafter: its tokens are drawn after one layer, and q is the law after two."""
+
+    def __init__(self, request):
+        super().__init__(request)
+        self.deeper = EarlyExitDrafter(replace(request, config=replace(request.config, early_exit_layer=2)))
+
+    def propose(self, sequence, draft_length, uniforms):
+        other = self.deeper.propose(sequence, draft_length, uniforms)
+        return replace(super().propose(sequence, draft_length, uniforms), probs=other.probs)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_law_rejects_first_layers_judged_by_another_depth(rule, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "early_exit", JudgedByAnotherDepth)
+    assert law_p_value(Case(rule, 4, FLAT, **FIRST_LAYERS)) < REJECT_BELOW
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_sampled_law_rejects_keys_that_stay_where_drafting_left_them(rule, monkeypatch):
+    """The rollback before the verify pass is what takes drafted keys out of the target's cache."""
+    right = Case(rule, 2, TEMPERATURE, **FIRST_LAYERS)
+    assert law_p_value(right) >= REJECT_BELOW
+    set_lengths, taken_over = RaggedCache.set_lengths, []
+
+    def forgotten(self, lengths, live_rows=None):
+        longest = max(self.row_lengths.host)
+        is_after_drafting = taken_over and longest > max(lengths)
+        taken_over.append(longest)
+        set_lengths(self, [longest] * len(lengths) if is_after_drafting else lengths, live_rows)
+
+    monkeypatch.setattr(RaggedCache, "set_lengths", forgotten)
+    assert law_p_value(right) < REJECT_BELOW

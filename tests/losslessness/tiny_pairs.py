@@ -30,9 +30,10 @@ class Case:
         rule: name of a registered verifier.
         draft_length: K.
         options: of `generate()`; the oracle's processors come from them too.
-        draft: a key of `DRAFTS`, "point mass", or one of `LOOK_UPS`.
+        draft: a key of `DRAFTS`, "point mass", or one of `OWN_METHODS`.
         prompts: a key of `PROMPTS`.
         target_vocab: rows of the target's head.
+        target_layers: of the target.
         eos_id: the id that ends a text.
         uses_num_return_sequences: whether rows come from there instead of a repeated prompt.
         num_new_tokens: of every row.
@@ -47,6 +48,7 @@ class Case:
     draft: str = "noisy"
     prompts: str = "one"
     target_vocab: int = VOCAB
+    target_layers: int = 1
     eos_id: int | None = None
     uses_num_return_sequences: bool = False
     num_new_tokens: int = NUM_NEW_TOKENS
@@ -77,15 +79,15 @@ class Totals:
         return sum(sum(report.accepted_histogram[num_tokens : num_tokens + 1]) for report in self.reports)
 
 
-def llama(vocab: int = VOCAB) -> LlamaForCausalLM:
-    """One layer in float32, laws flat enough that every text of three tokens comes up."""
+def llama(vocab: int = VOCAB, num_layers: int = 1) -> LlamaForCausalLM:
+    """A layer or few in float32, laws flat enough that every text of three tokens comes up."""
     with torch.random.fork_rng():
         torch.manual_seed(4)
         config = LlamaConfig(
             vocab_size=vocab,
             hidden_size=16,
             intermediate_size=16,
-            num_hidden_layers=1,
+            num_hidden_layers=num_layers,
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=64,
@@ -131,7 +133,8 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-LOOK_UPS = ("ngram", "suffix")
+OWN_METHODS = ("ngram", "suffix", "early_exit")
+"""Methods without a draft model."""
 
 
 class PointMassDrafter(Drafter):
@@ -156,7 +159,7 @@ def sample(case: Case, seed: int, generate=None) -> tuple[list[tuple[Oracle, Ten
 
     `generate` is `speculatively` (the default) or `plainly`.
     """
-    target = llama(case.target_vocab)
+    target = llama(case.target_vocab, case.target_layers)
     laws = oracles(case, target)
     ids, mask = torch.stack([law.prompt for law in laws]), torch.stack([law.mask for law in laws])
     options: dict[str, Any] = {"do_sample": True, "max_new_tokens": case.num_new_tokens, **case.options}
@@ -205,7 +208,7 @@ def speculatively(case: Case, target, options: dict, seed: int) -> tuple[Tensor,
     if case.draft == "point mass":
         flag["method"] = POINT_MASS
         hf_specdec.register_drafter(POINT_MASS, PointMassDrafter)
-    elif case.draft in LOOK_UPS:
+    elif case.draft in OWN_METHODS:
         flag["method"] = case.draft
     else:
         draft = DRAFTS[case.draft](target)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_specdec import config_keys, registry
 from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 
-OWN_METHODS = "auto, base, draft_model, ngram, suffix."
+OWN_METHODS = "auto, base, draft_model, early_exit, ngram, suffix."
 DRAFT_VOCAB = 'draft_vocab must be a number of ids, a file of token counts, or {"size": number, "counts": file}'
 CALL, CALL_CONFIG, MODEL_CONFIG = "call keyword", "generation_config", "model.generation_config"
 
@@ -149,6 +149,10 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
         ("prompt_lookup_max", True, TypeError, "prompt_lookup_max must be an integer of at least 1, got True (bool)."),
         ("prompt_lookup_max", 0, ValueError, "prompt_lookup_max must be at least 1, got 0: it counts the tokens of an "
                                              "n-gram."),
+        ("early_exit_layer", 0, ValueError, "early_exit_layer must be at least 1, got 0: it counts the target's layers "
+                                            "that draft."),
+        ("early_exit_layer", True, TypeError, "early_exit_layer must be an integer of at least 1, got True (bool)."),
+        ("early_exit_layer", "2", TypeError, "early_exit_layer must be an integer of at least 1, got '2' (str)."),
         ("quantization", 4, TypeError, "quantization must be the name of a quantization method or a dict, got 4 (int). "
                                        "Of a quantization config object, pass its to_dict()."),
         ("quantization", {"dtype": torch.float16}, TypeError, "quantization must hold plain JSON values only: Object "
@@ -247,8 +251,8 @@ def test_unknown_key_names_the_nearest_and_the_list():
         ValueError,
         match=exactly(
             "Unknown speculative_config key 'num_speculative_token'. Did you mean 'num_speculative_tokens'? Available: "
-            "deterministic, device, draft_lengths, draft_quantization, draft_vocab, dtype, method, model, "
-            "num_speculative_tokens, on_inexact, prompt_lookup_max, prompt_lookup_min, quantization, "
+            "deterministic, device, draft_lengths, draft_quantization, draft_vocab, dtype, early_exit_layer, method, "
+            "model, num_speculative_tokens, on_inexact, prompt_lookup_max, prompt_lookup_min, quantization, "
             "rejection_sample_method, revision."
         ),
     ):

@@ -11,6 +11,7 @@ from hf_specdec.cli.audit import audit
 from hf_specdec.cli.benchmark import benchmark
 from hf_specdec.cli.demo import demo
 from hf_specdec.cli.estimate import estimate
+from hf_specdec.cli.export import app as export
 from hf_specdec.cli.generate import generate
 from hf_specdec.cli.report import report
 from hf_specdec.cli.serve import PASSES_ARGUMENTS, serve
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(estimate)
 app.command()(benchmark)
+app.add_typer(export, name="export")
 app.command()(report)
 app.command()(audit)
 app.command(context_settings=PASSES_ARGUMENTS)(serve)

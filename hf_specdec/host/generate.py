@@ -271,7 +271,7 @@ def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _runs_target(method: str) -> bool:
     drafter = lookup("method", DRAFTERS, method)
-    return drafter.changes_target or getattr(drafter, "is_on_target_keys", False)
+    return drafter.changes_target or drafter.is_on_target_keys
 
 
 def _wrap_sample(original: Callable) -> Callable:

@@ -1,0 +1,369 @@
+"""The choice of a layout: reserve, lay out, add up again, take the fastest that fits.
+
+1. Reserved before any weight: headroom, the passes' activations, the draft with its cache; the target's cache goes with
+   its layers.
+2. `lay_out` (accelerate, through `host.placement`) puts the target's modules into what is left.
+3. What lies where is added up here and compared with the devices; the cache of an offloaded layer lies where it runs.
+4. Of the layouts that fit, with the draft on each device and without one, the fastest by `speed` is taken.
+"""
+
+__all__ = ["LayOut", "make_plan"]
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from hf_specdec.placement.machine import Device, Key, Machine, gib
+from hf_specdec.placement.plan import DeviceUse, ModelUse, Plan
+from hf_specdec.placement.sizes import ModelSizes, Workload
+from hf_specdec.placement.speed import Layout, Speeds, pass_bytes_by_device, predict
+
+NEARLY = 1.02
+"""A draft leaves the device of the target's head only for more than that."""
+MAX_ROUNDS = 8
+"""Of reserving the caches of offloaded layers; each round offloads more or ends."""
+
+
+@runtime_checkable
+class LayOut(Protocol):
+    """Puts the target's modules on devices."""
+
+    def __call__(
+        self, budgets: Mapping[Key, int], cache_bytes: Sequence[int], *, is_balanced: bool, may_spill: bool
+    ) -> dict[str, Key] | None:
+        """A device map within `budgets` bytes, `cache_bytes` of each layer's cache lying with the layer.
+
+        Args:
+            budgets: by device, in the order in which they are filled.
+            cache_bytes: by layer.
+            is_balanced: share the weights evenly among GPUs, instead of filling one after the other.
+            may_spill: whether "cpu" and "disk" may be used beside GPUs, "disk" beside the CPU.
+
+        Returns:
+            None if it cannot be done.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One layout of both models, added up."""
+
+    layout: Layout
+    draft: Layout | None
+    device_map: dict[str, Key]
+    uses: tuple[DeviceUse, ...]
+    speeds: Speeds
+
+    @property
+    def fits(self) -> bool:
+        return all(use.fits for use in self.uses)
+
+    @property
+    def speed(self) -> float:
+        return self.speeds.plain if self.speeds.speculative is None else self.speeds.speculative
+
+    @property
+    def lacking(self) -> int:
+        return sum(max(0, use.reserve - use.headroom) for use in self.uses)
+
+    @property
+    def draft_device(self) -> Key | None:
+        return None if self.draft is None else self.draft.main
+
+    @property
+    def is_beside_head(self) -> bool:
+        return self.draft is not None and self.draft.main == _head_device(self.layout)
+
+    @property
+    def least_headroom(self) -> int:
+        return min(use.headroom for use in self.uses if use.needed)
+
+
+def make_plan(
+    target: ModelSizes, draft: ModelSizes | None, machine: Machine, workload: Workload, lay_out: LayOut
+) -> Plan:
+    """The best layout of both models on `machine`.
+
+    Returns:
+        A plan; with ``fits`` False it holds the attempt that lacked least.
+    """
+    plain = _best(_attempts(target, None, None, machine, workload, lay_out))
+    if draft is None:
+        return _plan(plain, target, None, machine, workload)
+    drafted = _with_draft(target, draft, machine, workload, lay_out)
+    if (
+        plain is not None
+        and plain.fits
+        and drafted is not None
+        and drafted.fits
+        and (why := _why_without(plain, drafted))
+    ):
+        return _plan(plain, target, draft, machine, workload).noted(why)
+    return _plan(drafted, target, draft, machine, workload)
+
+
+def _with_draft(
+    target: ModelSizes, draft: ModelSizes, machine: Machine, workload: Workload, lay_out: LayOut
+) -> _Attempt | None:
+    """The best attempt with the draft on some device, beside the target's head if that costs next to nothing."""
+    each = [
+        _best(_attempts(target, draft, device.key, machine, workload, lay_out))
+        for device in machine.devices
+        if device.key != "disk"
+    ]
+    found = [attempt for attempt in each if attempt is not None]
+    fitting = [attempt for attempt in found if attempt.fits]
+    if not fitting:
+        return min(found, key=lambda attempt: attempt.lacking, default=None)
+    fastest = max(attempt.speed for attempt in fitting)
+    near = [attempt for attempt in fitting if attempt.speed * NEARLY >= fastest]
+    return max(near, key=lambda each: (-each.layout.num_running, each.is_beside_head, each.least_headroom))
+
+
+def _why_without(plain: _Attempt, drafted: _Attempt) -> str | None:
+    """Why the target is better off without the draft, or None."""
+    assert drafted.draft is not None
+    pushed = drafted.layout.spilled_bytes - plain.layout.spilled_bytes
+    on_cpu = drafted.draft_device == "cpu" and drafted.layout.main != "cpu"
+    if drafted.speed > plain.speed or not (pushed > 0 or on_cpu):
+        return None
+    layers = drafted.layout.spilled_layers - plain.layout.spilled_layers
+    does = f"would push {layers} layers ({gib(pushed)} GiB) of the target off" if pushed > 0 else "would run on the CPU"
+    return (
+        f"No draft: it {does}, and {drafted.speed:.3g} tokens/s with it are fewer than {plain.speed:.3g} without; "
+        "look-ups draft."
+    )
+
+
+def _best(attempts: Iterator[_Attempt]) -> _Attempt | None:
+    """The fastest that fits, of equally fast ones the one that leaves most on its fullest device; else the nearest."""
+    found = list(attempts)
+    fitting = [attempt for attempt in found if attempt.fits]
+    if fitting:
+        return max(fitting, key=lambda attempt: (round(attempt.speed, 6), attempt.least_headroom))
+    return min(found, key=lambda attempt: attempt.lacking, default=None)
+
+
+def _attempts(
+    target: ModelSizes,
+    draft: ModelSizes | None,
+    draft_key: Key | None,
+    machine: Machine,
+    workload: Workload,
+    lay_out: LayOut,
+) -> Iterator[_Attempt]:
+    caches = target.cache_bytes(workload)
+    budgets = _budgets(target, draft, draft_key, machine, workload)
+    whole = target.held_bytes + sum(caches)
+    ran = {device.key: budgets[device.key] for device in machine.running}
+    for key, budget in ran.items():
+        if whole <= budget:
+            yield _added_up(target, {"": key}, draft, draft_key, machine, workload)
+    if len(ran) > 1 and whole <= sum(ran.values()):
+        for is_balanced in (True, False):
+            found = lay_out(ran, caches, is_balanced=is_balanced, may_spill=False)
+            if found is not None:
+                yield _added_up(target, found, draft, draft_key, machine, workload)
+    if whole <= max(ran.values()):
+        return
+    if len(machine.devices) > len(ran):
+        yield from _spilling(target, draft, draft_key, machine, workload, lay_out, budgets, caches)
+    found = _overfull(ran, whole, caches, lay_out)
+    yield _added_up(target, found, draft, draft_key, machine, workload)
+
+
+def _overfull(ran: Mapping[Key, int], whole: int, caches: Sequence[int], lay_out: LayOut) -> dict[str, Key]:
+    """A layout that does not fit, each running device taking its share: shows how much is lacking where."""
+    for more in (1.1, 1.3, 1.6) if len(ran) > 1 else ():
+        room = {
+            key: int(more * whole * max(budget, 1) / sum(max(each, 1) for each in ran.values()))
+            for key, budget in ran.items()
+        }
+        found = lay_out(room, caches, is_balanced=False, may_spill=False)
+        if found is not None:
+            return found
+    return {"": max(ran, key=lambda key: ran[key])}
+
+
+def _spilling(
+    target: ModelSizes,
+    draft: ModelSizes | None,
+    draft_key: Key | None,
+    machine: Machine,
+    workload: Workload,
+    lay_out: LayOut,
+    budgets: Mapping[Key, int],
+    caches: Sequence[int],
+) -> Iterator[_Attempt]:
+    """With layers offloaded: their caches lie where they run, and take room there."""
+    main, ratio = machine.running[0].key, _spilled_ratio(target)
+    stays = sum(budgets[device.key] for device in machine.running) / (target.held_bytes + sum(caches))
+    reserved = int(sum(caches) * max(0.0, 0.9 - stays))  # near what will be offloaded, so that few rounds are needed
+    for _ in range(MAX_ROUNDS):
+        room = {
+            key: int((budget + reserved) * ratio) if key != main and not isinstance(key, int) else budget
+            for key, budget in budgets.items()
+        }
+        room[main] = max(0, room[main] - reserved)
+        found = lay_out(room, caches, is_balanced=False, may_spill=True)
+        if found is None:
+            return
+        attempt = _added_up(target, found, draft, draft_key, machine, workload)
+        needed = _spilled_cache(attempt.layout, caches)
+        if needed <= reserved:
+            yield attempt
+            return
+        reserved = needed
+
+
+def _spilled_cache(layout: Layout, caches: Sequence[int]) -> int:
+    spilled = {piece.layer for piece in layout.sizes.pieces if piece.layer is not None and layout.is_spilled(piece)}
+    return sum(caches[layer] for layer in spilled)
+
+
+def _spilled_ratio(target: ModelSizes) -> float:
+    """By how much less may be offloaded because it is not quantized there."""
+    if not target.spills_plain:
+        return 1.0
+    sizes: dict[int, list[int]] = {}
+    for piece in target.pieces:
+        if piece.layer is not None:
+            both = sizes.setdefault(piece.layer, [0, 0])
+            both[0] += piece.held_bytes
+            both[1] += piece.plain_bytes
+    return min((held / plain for held, plain in sizes.values() if plain), default=1.0)
+
+
+def _budgets(
+    target: ModelSizes, draft: ModelSizes | None, draft_key: Key | None, machine: Machine, workload: Workload
+) -> dict[Key, int]:
+    """What is left on each device for the target's weights and caches."""
+    running = {device.key for device in machine.running}
+    budgets = {}
+    for device in machine.devices:
+        taken = target.pass_bytes(workload) if device.key in running else 0
+        if draft is not None and device.key == draft_key:
+            taken += draft.held_bytes + sum(draft.cache_bytes(workload)) + draft.pass_bytes(workload, is_draft=True)
+        budgets[device.key] = max(0, device.usable_bytes - taken)
+    return budgets
+
+
+# --- adding up ------------------------------------------------------------------------------------------------------
+
+
+def _place(name: str, device_map: Mapping[str, Key]) -> Key:
+    """The device of module `name`: the longest entry that is it or above it."""
+    while name not in device_map:
+        if not name:
+            raise KeyError("The device map has no place for a module.")
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def _layout(sizes: ModelSizes, device_map: Mapping[str, Key]) -> Layout:
+    places = {piece.name: _place(piece.name, device_map) for piece in sizes.pieces}
+    gpus = [key for key in device_map.values() if isinstance(key, int)]
+    return Layout(sizes, places, min(gpus, default="cpu"))
+
+
+def _head_device(layout: Layout) -> Key:
+    if layout.sizes.head in layout.places:
+        place = layout.places[layout.sizes.head]
+        return place if isinstance(place, int) or place == layout.main else layout.main
+    return layout.main
+
+
+def _added_up(
+    target: ModelSizes,
+    device_map: dict[str, Key],
+    draft: ModelSizes | None,
+    draft_key: Key | None,
+    machine: Machine,
+    workload: Workload,
+) -> _Attempt:
+    layout = _layout(target, device_map)
+    drafting = None if draft is None or draft_key is None else _layout(draft, {"": draft_key})
+    uses = tuple(_use(device, layout, drafting, workload) for device in machine.devices)
+    return _Attempt(layout, drafting, device_map, uses, predict(layout, drafting, machine, workload))
+
+
+def _use(device: Device, layout: Layout, draft: Layout | None, workload: Workload) -> DeviceUse:
+    key, sizes = device.key, layout.sizes
+    here = [piece for piece in sizes.pieces if layout.places[piece.name] == key]
+    caches = sizes.cache_bytes(workload)
+    runs = {layout.runs_on(piece) for piece in sizes.pieces}
+    passes = sizes.pass_bytes(workload) if key in runs else 0
+    if key == layout.main:
+        passes += max((layout.held_bytes(piece) for piece in sizes.pieces if layout.is_spilled(piece)), default=0)
+    drafts = draft is not None and draft.main == key
+    if draft is not None and drafts:
+        passes += draft.sizes.pass_bytes(workload, is_draft=True)
+    return DeviceUse(
+        label=device.label,
+        name=device.name,
+        memory=device.memory_bytes,
+        reserve=device.memory_bytes - device.usable_bytes,
+        layers=tuple(sorted({piece.layer for piece in here if piece.layer is not None})),
+        has_head=layout.places.get(sizes.head) == key,
+        weights=sum(layout.held_bytes(piece) for piece in here),
+        cache=sum(caches[layer] for layer, place in layout.layer_devices().items() if place == key),
+        passes=passes,
+        draft_weights=draft.sizes.held_bytes if draft is not None and drafts else 0,
+        draft_cache=sum(draft.sizes.cache_bytes(workload)) if draft is not None and drafts else 0,
+        target_read=round(pass_bytes_by_device(layout, workload).get(key, 0)),
+        draft_read=round(pass_bytes_by_device(draft, workload).get(key, 0)) if draft is not None else 0,
+    )
+
+
+def _plan(
+    attempt: _Attempt | None, target: ModelSizes, draft: ModelSizes | None, machine: Machine, workload: Workload
+) -> Plan:
+    if attempt is None:  # nothing could even be laid out
+        keys = [device.key for device in machine.running]
+        attempt = _added_up(target, {"": keys[0]}, None, None, machine, workload)
+    read = sum(pass_bytes_by_device(attempt.layout, workload).values())
+    drafting = attempt.draft
+    if drafting is None and draft is not None:
+        drafting = _layout(draft, {"": attempt.layout.main})
+    draft_use = None
+    if drafting is not None:
+        draft_use = ModelUse.of(drafting.sizes, workload, sum(pass_bytes_by_device(drafting, workload).values()))
+    used = {use.label for use in attempt.uses if use.needed}
+    plan = Plan(
+        fits=attempt.fits,
+        devices=attempt.uses,
+        device_map=attempt.device_map if attempt.fits else {},
+        draft_device=attempt.draft_device,
+        target=ModelUse.of(target, workload, read),
+        draft=draft_use,
+        workload=workload,
+        plain_tokens_per_second=attempt.speeds.plain,
+        speculative_tokens_per_second=attempt.speeds.speculative,
+        draft_length=attempt.speeds.draft_length,
+        is_speed_assumed=any(device.is_assumed and device.label in used for device in machine.devices),
+    )
+    return plan.noted(*_notes(attempt, plan))
+
+
+def _notes(attempt: _Attempt, plan: Plan) -> Iterator[str]:
+    layout, draft = attempt.layout, attempt.draft
+    if attempt.fits and (spilled := layout.spilled_bytes):
+        count = layout.spilled_layers
+        plain = ", unquantized, as this quantizer leaves what it offloads" if layout.sizes.spills_plain else ""
+        yield (
+            f"{count} of {layout.sizes.num_layers} layers are offloaded{plain}: every pass copies {gib(spilled)} "
+            "GiB, for 1 row as for many, so long drafts pay."
+        )
+    if draft is None or plan.draft is None:
+        return
+    if plan.draft.weights > plan.target.weights:
+        yield (
+            f"The draft ({gib(plan.draft.weights)} GiB) is larger than the target ({gib(plan.target.weights)} GiB): a "
+            "draft pass hardly costs less than a target pass. draft_quantization='nf4' or a smaller draft would help."
+        )
+    if attempt.fits and plan.draft_length == 0:
+        yield (
+            f"At an acceptance rate of {plan.workload.acceptance_rate:g} this draft is not expected to pay here; with "
+            'num_speculative_tokens="auto" it is asked only where measurements say otherwise.'
+        )

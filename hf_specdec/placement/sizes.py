@@ -1,0 +1,164 @@
+"""How large a model is, part by part: what it holds, what a pass reads, what its cache and a pass need.
+
+All in bytes. Knows nothing of devices; `host.sizes` fills these in from a config.
+"""
+
+__all__ = ["CACHE_GROWTH", "ModelSizes", "Piece", "Workload", "touched"]
+
+import math
+from dataclasses import dataclass, field
+
+CACHE_GROWTH = 1.5
+"""A full cache buffer grows by half of what it holds (`host.cache`)."""
+MIN_GROWTH = 256
+"""… or by this many slots."""
+PROB_COPIES = 4
+"""Float32 rows of a verify pass beside its logits: upcast, processed, probabilities, residual."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to fit, and what is assumed of it.
+
+    Attributes:
+        max_batch: rows of a call.
+        max_length: tokens of a row, prompt included.
+        draft_length: K that the verify pass's rows are reserved for.
+        acceptance_rate: share of drafted tokens that is assumed to be kept.
+    """
+
+    max_batch: int = 1
+    max_length: int = 8192
+    draft_length: int = 16
+    acceptance_rate: float = 0.7
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_length", "draft_length"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if not 0 <= self.acceptance_rate <= 1:
+            raise ValueError(f"acceptance_rate must be between 0 and 1, got {self.acceptance_rate}.")
+
+    @property
+    def rows(self) -> int:
+        """Of a verify pass."""
+        return self.max_batch * (self.draft_length + 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module with tensors of its own.
+
+    Attributes:
+        name: as in the model.
+        weight_bytes: of its parameters and buffers as loaded; tied ones at their first owner only.
+        state_bytes: of the quantizer's constants beside them.
+        plain_bytes: of the same without quantization.
+        read_bytes: of them, what a pass reads; little of an embedding that is not tied to the head.
+        products: multiplications per row.
+        share: of them that one row uses: chosen ÷ all experts, else 1.
+        is_quantized: whether its weights are.
+        layer: index of its decoder layer, None outside them.
+    """
+
+    name: str
+    weight_bytes: int
+    state_bytes: int = 0
+    plain_bytes: int = 0
+    read_bytes: int = 0
+    products: int = 0
+    share: float = 1.0
+    is_quantized: bool = False
+    layer: int | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """As loaded, constants included."""
+        return self.weight_bytes + self.state_bytes
+
+
+def touched(share: float, rows: int) -> float:
+    """Expected share of a layer's experts that a pass over `rows` rows reads, where each row goes through `share`."""
+    return 1.0 if share >= 1 else 1 - (1 - share) ** rows
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A model, as a planner sees it.
+
+    Attributes:
+        name: for people.
+        pieces: its modules.
+        slot_bytes: by layer, keys and values of one token.
+        windows: by layer, tokens that it can look back on, None for all.
+        head: name of the module whose output are the logits.
+        hidden_size, intermediate_size, vocab_size: widths of activations.
+        element_bytes: of an activation.
+        largest_quantized: elements of the largest quantized weight, which kernels for many rows write out in full.
+        dtype, quantization: for people.
+        spills_plain: whether modules that are offloaded stay unquantized.
+        expert_fan: intermediate widths that a row passes through at once (experts per token), else 1.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    slot_bytes: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    head: str
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    element_bytes: int
+    largest_quantized: int = 0
+    dtype: str = ""
+    quantization: str | None = None
+    spills_plain: bool = False
+    expert_fan: int = 1
+    num_layers: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_layers", len(self.slot_bytes))
+
+    @property
+    def weight_bytes(self) -> int:
+        """What ``get_memory_footprint()`` will say after loading."""
+        return sum(piece.weight_bytes for piece in self.pieces)
+
+    @property
+    def held_bytes(self) -> int:
+        """The same with the quantizer's constants, which that function leaves out."""
+        return sum(piece.held_bytes for piece in self.pieces)
+
+    def cache_bytes(self, workload: Workload) -> tuple[int, ...]:
+        """By layer, the most that keys and values take for this workload."""
+        return tuple(
+            size * workload.max_batch * _slots(workload, window)
+            for size, window in zip(self.slot_bytes, self.windows, strict=True)
+        )
+
+    def cache_read_bytes(self, workload: Workload, layer: int) -> float:
+        """What a pass reads of that layer's cache, half full."""
+        window = self.windows[layer]
+        seen = min(workload.max_length / 2, window or workload.max_length)
+        return self.slot_bytes[layer] * workload.max_batch * seen
+
+    def pass_bytes(self, workload: Workload, is_draft: bool = False) -> int:
+        """What a pass needs beside weights and cache: the larger of prefill and verify pass, and one weight written out
+        in full."""
+        e, tokens = self.element_bytes, workload.max_batch * workload.max_length
+        wide = 3 * self.intermediate_size * self.expert_fan + 6 * self.hidden_size
+        if is_draft:  # keeps the K rows of q that its tokens were drawn from
+            rows, copies = workload.max_batch, 2 + workload.draft_length
+        else:
+            rows, copies = workload.rows, PROB_COPIES
+        verify = rows * (self.vocab_size * (e + 4 * copies) + wide * e)
+        prefill = tokens * wide * e + workload.max_batch * self.vocab_size * (e + 4)
+        return max(verify, prefill) + self.largest_quantized * e
+
+
+def _slots(workload: Workload, window: int | None) -> int:
+    """Slots of a row's buffer at most."""
+    length = workload.max_length + workload.draft_length + 1
+    if window is not None:
+        length = min(length, window + workload.draft_length + 1)
+    return max(math.ceil(length * CACHE_GROWTH), length + MIN_GROWTH)

@@ -78,18 +78,37 @@ def load_draft(
     device = _head_device(target) if device is None else _read_device(device)
     options = _read_quantization(quantization)
     source = source_in_data(model, target) if named_in_data else source_in_code(model)
-    key = (source, revision, dtype, str(device), json.dumps(options, sort_keys=True, default=str), named_in_data)
+    where = str(device), json.dumps(options, sort_keys=True, default=str)
+    asked = (source, revision, dtype, *where, named_in_data)  # what data may name is checked for its own sake
     with _lock:
-        held = _loaded.get(key)
-        if held is not None and (held.device.type, held.device.index or 0) == (device.type, device.index or 0):
-            return held  # unless somebody moved it since
+        held = _held(asked, device)
+        if held is not None:
+            return held
         config = _read_config(source, revision, target, named_in_data)
         if named_in_data and (model, source) not in _announced:
             _announced.add((model, source))
             logger.warning("The draft %r is named in data, not in code; it is loaded from %s.", model, source)
-        draft = _load(source, config, revision, dtype, device, options)
-        _loaded[key] = draft
+        meant = (source, *_meant(config, revision, dtype), *where)
+        draft = _held(meant, device)
+        if draft is None:
+            draft = _load(source, config, revision, dtype, device, options)
+        _loaded[asked] = _loaded[meant] = draft
         return draft
+
+
+def _held(key: tuple, device: torch.device) -> PreTrainedModel | None:
+    """The draft that was loaded so before, if somebody still holds it and nobody has moved it since."""
+    held = _loaded.get(key)
+    if held is None or (held.device.type, held.device.index or 0) != (device.type, device.index or 0):
+        return None
+    return held
+
+
+def _meant(config: PretrainedConfig | None, revision: str | None, dtype: str | torch.dtype) -> tuple[Any, Any]:
+    """(commit, dtype) behind what was asked for: a branch and its newest commit are one draft, and so are "auto" and
+    the dtype that the checkpoint was saved in."""
+    commit, saved = getattr(config, "_commit_hash", None), getattr(config, "dtype", None)
+    return commit or revision, saved if dtype == "auto" and isinstance(saved, torch.dtype) else dtype
 
 
 def find_tokenizer(model: Any) -> PreTrainedTokenizerBase | None:

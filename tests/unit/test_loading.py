@@ -60,6 +60,45 @@ def test_same_draft_is_loaded_once_and_shared_between_targets(home, target):
     assert load_draft(str(home / "draft"), dtype="float32", target=other) is not first
 
 
+def test_one_draft_is_one_however_it_is_asked_for(home, target):
+    """In code or in data, by its saved dtype or without a word."""
+    first = load_draft(str(home / "draft"), target=target)
+    assert load_draft(str(home / "draft"), dtype="bfloat16", target=target) is first
+    assert load_draft("draft", target=target, named_in_data=True) is first
+    assert load_draft("draft", target=target, named_in_data=True) is first
+
+
+def test_a_draft_that_was_moved_is_loaded_anew_and_not_moved_back(home, target):
+    first = load_draft(str(home / "draft"), target=target)
+    first.to("meta")
+    second = load_draft(str(home / "draft"), target=target)
+    assert second is not first
+    assert second.device == target.device
+
+
+def test_revision_goes_to_the_hub_and_a_branch_is_its_commit(target, monkeypatch):
+    asked = []
+
+    def config_of(name, revision=None, **options):
+        asked.append(revision)
+        config = tiny().config
+        config._commit_hash = {"main": "c1", "v1": "c1", "v2": "c2"}[revision]
+        config.dtype = torch.float32
+        return config
+
+    def model_of(name, revision=None, **options):
+        asked.append(revision)
+        return tiny()
+
+    monkeypatch.setattr(loading, "find_adapter_config_file", lambda *args, **kwargs: None)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", config_of)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", model_of)
+    drafts = {name: load_draft("org/name", revision=name, target=target) for name in ("v1", "main", "v2")}
+    assert asked == ["v1", "v1", "main", "v2", "v2"]
+    assert drafts["v1"] is drafts["main"]
+    assert drafts["v1"] is not drafts["v2"]
+
+
 def test_draft_is_released_when_nobody_holds_it(home, target):
     watch = weakref.ref(load_draft(str(home / "draft"), target=target))
     gc.collect()

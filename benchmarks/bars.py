@@ -54,6 +54,7 @@ BARS = {
     "model only": Bar("auto with a draft that cannot pay ÷ plain", 0.97, 1.0),
     "nf4 all": Bar("auto ÷ plain", 1.15, 1.35),
     "nf4 copy": Bar("auto ÷ plain", 1.3, 1.8),
+    "random": Bar("auto with a random draft at T = 1.5 ÷ plain", 0.97, 1.0),
     "batch": Bar("auto ÷ plain", 0.97, 1.0),
     "batch code": Bar("auto ÷ plain", 1.1, 1.3),
     "predicted": Bar("share of prompts with predicted ÷ measured within 10 %", 0.9, 1.0),
@@ -61,7 +62,7 @@ BARS = {
     "outside": Bar("share of step time outside draft and verify", 0.03, 0.015, at_most=True),
 }
 """Every cell is held to "fixed", "predicted", "worst" and "outside"; the others are meant for one pair."""
-PAIR, NF4_PAIR = "qwen2.5-coder", "qwen2.5-coder-nf4"
+PAIR, NF4_PAIR, RANDOM_PAIR = "qwen2.5-coder", "qwen2.5-coder-nf4", "qwen2.5-coder-random"
 BarRow = tuple[Bar, str, str, float]  # the bar, where, the arm, what was measured
 
 
@@ -107,6 +108,9 @@ def _bar_rows(pair: str, ledger: Ledger) -> Iterator[BarRow]:
 
 def _cell_rows(pair: str, cell: tuple[int, str, str], where: str, records: Records, arm: str) -> Iterator[BarRow]:
     batch, _, kind = cell
+    if pair == RANDOM_PAIR:
+        yield BARS["random"], where, arm, relative(records, arm, "plain")
+        return
     if arm == "ours-auto-model":
         if pair == NF4_PAIR:
             yield BARS["model only"], where, arm, relative(records, arm, "plain")

@@ -225,6 +225,8 @@ class MeasuredLength(LengthChoice):
         plain = state.num_running / self._speed.verify(state.batch)
         self._has_paid = outcome.emitted / (seconds - outcome.read_seconds) > plain
         self._num_steps += 1
+        if not served or any(not state.parts[part].is_free for part in served):
+            self.knowledge.seconds += seconds
         self._add_up(state, plan, outcome, seconds)
 
     def _time_draft(self, length: int, seconds: float) -> None:

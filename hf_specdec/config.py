@@ -67,7 +67,10 @@ class SpeculativeConfig:
         dtype: of the draft: "auto" or the name of a torch dtype.
         device: of the draft: a torch device as a string, or the index of an accelerator.
         draft_quantization: draft with the plugin's own copy of the draft, its linear layers converted in memory:
-            "int8" (torch's kernels for CPUs) or "nf4" (bitsandbytes; pays on CUDA and on CPUs with AVX512-BF16).
+            "int8" (torch's kernels for CPUs) or "nf4" (bitsandbytes; pays on CUDA and on CPUs with AVX512-BF16);
+            "none": never. "auto": where K is chosen from measurement, a draft on the CPU is converted once what a copy
+            would have saved so far is what making it takes; what is in use stands in `report.draft_quantization`, and
+            a call that is replayed in another process has to name it.
         draft_vocab: draft only the most frequent ids, by a copy whose output head has no other rows: a number n (the n
             lowest ids), a file of token counts (see `hf_specdec.count_tokens`), or `{"size": n, "counts": file}`.
             Special tokens are always among them.
@@ -90,7 +93,7 @@ class SpeculativeConfig:
     quantization: str | dict[str, Any] | None = None
     dtype: str | None = None
     device: str | int | None = None
-    draft_quantization: str | None = None
+    draft_quantization: str = "auto"
     draft_vocab: int | str | dict[str, Any] | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "SpeculativeConfig":

@@ -302,7 +302,7 @@ def _device(key: str, value: Any) -> str | int:
 
 def _draft_quantization(key: str, value: Any) -> str:
     name = _text(key, value)
-    lookup(key, dict.fromkeys(("int8", "nf4"), object), name)
+    lookup(key, dict.fromkeys(("auto", "none", "int8", "nf4"), object), name)
     return name
 
 

@@ -14,6 +14,7 @@ import transformers
 
 from hf_specdec.config import SpeculativeConfig, normalise
 from hf_specdec.host import binding
+from hf_specdec.host.conversions import settle
 from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.drafts import check_pair
 from hf_specdec.host.generate import FLAG, TESTED_RANGE, Hooks, is_disabled, unexpected_hooks
@@ -128,6 +129,7 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
         draft = binding.unwrap(draft)
         check_pair(target, draft)
         own_copy(draft, SpeculativeConfig(**flag), target, is_in_code=True)  # made now, and its errors are heard now
+        settle(target, draft, SpeculativeConfig(**flag))
     lookup("method", DRAFTERS, flag.get("method", "auto")).check(target, SpeculativeConfig(**flag))
     is_auto = flag.get("method", "auto") == "auto"
     if is_auto:

@@ -44,6 +44,8 @@ class SpeculationReport:
         cost_coefficient: seconds of a draft token ÷ seconds of a plain target pass (c); None where it was not measured.
         predicted_speedup, measured_speedup: tokens per second of this call's steps ÷ those of its plain passes, as the
             cost model expected and as it came; None where draft lengths were not chosen from measurement.
+        draft_quantization: what the draft's layers were converted to in the plugin's own copy; None without one.
+        conversion_seconds: wall-clock seconds in which this call made that copy; 0.0 where it was there.
     """
 
     method: str
@@ -71,6 +73,8 @@ class SpeculationReport:
     cost_coefficient: float | None = None
     predicted_speedup: float | None = None
     measured_speedup: float | None = None
+    draft_quantization: str | None = None
+    conversion_seconds: float = 0.0
 
     @classmethod
     def plain(cls, reason: str, method: str = "plain") -> "SpeculationReport":

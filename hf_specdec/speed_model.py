@@ -7,6 +7,7 @@ What was never measured is guessed: a target pass is one second, a draft pass it
 and reading costs the draft that share of what it costs the target. Knows nothing of what is chosen (`auto_length`).
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import final
 
@@ -30,6 +31,7 @@ class PairKnowledge:
         distances: per drafter, steps between probes.
         idle: per drafter, steps in which it could have drafted and did not.
         is_draft_cold: whether the draft was never timed but in the first forwards of a call.
+        seconds: of all steps that the draft served, or could have served.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
@@ -37,6 +39,20 @@ class PairKnowledge:
     distances: dict[int, int] = field(default_factory=dict)
     idle: dict[int, int] = field(default_factory=dict)
     is_draft_cold: bool = True
+    seconds: float = 0.0
+
+    def at_price(self, pass_share: float) -> "PairKnowledge":
+        """A copy for a draft whose passes take `pass_share` of these seconds and keep as much."""
+        copied = copy.deepcopy(self)
+        copied.costs.draft, copied.costs.read = self.costs.draft.scaled(pass_share), self.costs.read.scaled(pass_share)
+        return copied
+
+    def take_over(self, other: "PairKnowledge") -> None:
+        """Begin from what is known of a draft that keeps as much at another price."""
+        copied = copy.deepcopy(other)
+        self.costs.verify, self.records = copied.costs.verify, copied.records
+        for record in self.records.values():
+            record.num_updates = 0
 
     def begin_call(self) -> None:
         """What other calls taught counts less than what this one will."""

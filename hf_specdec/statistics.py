@@ -22,6 +22,7 @@ class SpeculationCounters:
         reason: why plain decoding ran, for the part of the call where it did.
         decision: one line on what was decided; empty: the report says it from the counts.
         cost_coefficient, predicted_speedup, measured_speedup: see the report; None where they were not measured.
+        draft_quantization, conversion_seconds: see the report.
     """
 
     def __init__(self, method: str) -> None:
@@ -29,6 +30,8 @@ class SpeculationCounters:
         self.reason: str | None = None
         self.decision = ""
         self.cost_coefficient: float | None = None
+        self.draft_quantization: str | None = None
+        self.conversion_seconds = 0.0
         self.predicted_speedup: float | None = None
         self.measured_speedup: float | None = None
         self._draft_lengths: list[int] = []
@@ -123,6 +126,8 @@ class SpeculationCounters:
         self._verify_seconds += other._verify_seconds
         self._prefill_seconds += other._prefill_seconds
         self._total_seconds += other._total_seconds
+        self.conversion_seconds += other.conversion_seconds
+        self.draft_quantization = self.draft_quantization or other.draft_quantization
         self._notes |= other._notes
         self._inner_reasons |= other._inner_reasons
         self.decision = self.decision or other.decision
@@ -149,7 +154,9 @@ class SpeculationCounters:
         steps = sum(self._histogram)
         accepted = sum(n * rows for n, rows in enumerate(self._histogram))
         reached = sum(self._reached_at)
-        parts_seconds = self._draft_seconds + self._verify_seconds + self._prefill_seconds
+        parts_seconds = (
+            self._draft_seconds + self._verify_seconds + self._prefill_seconds + self.conversion_seconds
+        )
         mean_acceptance_length = self._step_emitted / steps if steps else 1.0
         return SpeculationReport(
             method=self.method,
@@ -175,6 +182,8 @@ class SpeculationCounters:
             decision=self.decision or self._default_decision(reason, mean_acceptance_length),
             notes=notes,
             cost_coefficient=self.cost_coefficient,
+            draft_quantization=self.draft_quantization,
+            conversion_seconds=self.conversion_seconds,
             predicted_speedup=self.predicted_speedup,
             measured_speedup=self.measured_speedup,
         )

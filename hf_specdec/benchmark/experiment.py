@@ -96,6 +96,7 @@ class Experiment:
         engines: other packages ("flashspec", "economize"), where installed, at each K that `draft_lengths` and
             `assisted_draft_lengths` both name.
         target_quantization: "nf4" loads the target in 4 bits, computing in `dtype`.
+        has_random_draft: the draft's weights are noise: what does a draft cost that knows nothing?
         max_new_tokens: per row.
         seeds: each prompt is decoded with each.
         warm_up: runs of every arm, not recorded, before a cell.
@@ -122,6 +123,7 @@ class Experiment:
     has_lookup: bool = False
     engines: tuple[str, ...] = ()
     target_quantization: str | None = None
+    has_random_draft: bool = False
     max_new_tokens: int = 64
     seeds: tuple[int, ...] = (0,)
     warm_up: int = 1
@@ -169,10 +171,14 @@ class Experiment:
         return [tuple(prompts[start : start + cell.batch]) for start in starts][: self.max_groups]
 
     def quick(self) -> "Experiment":
-        """A short form, for work on the code: two prompts per cell, 48 new tokens, batch 1, no sweep of temperatures
-        beside the modes."""
+        """A short form, for work on the code: two prompts per cell, 48 new tokens, batch 1, every other fixed K, drafts
+        in the bits they come in, no sweep of temperatures beside the modes."""
         return dataclasses.replace(
             self,
+            draft_lengths=self.draft_lengths[::2],
+            ngram_lengths=self.ngram_lengths[:1],
+            assisted_draft_lengths=self.assisted_draft_lengths[:1],
+            draft_quantization=(),
             max_groups=QUICK_GROUPS,
             max_new_tokens=min(QUICK_TOKENS, self.max_new_tokens),
             batches=(1,),
@@ -200,6 +206,8 @@ class Experiment:
         }
         if self.target_quantization is not None:  # absent from older questions, which it must not change
             asked["target_quantization"] = self.target_quantization
+        if self.has_random_draft:
+            asked["has_random_draft"] = True
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -91,7 +91,7 @@ def benchmark(
 def _load(experiment: Any, console: Any) -> Any:
     """Target and draft of an experiment, in its dtype, on the device that the command line uses."""
     from hf_specdec.benchmark.environment import model_facts
-    from hf_specdec.benchmark.running import Models, encoder
+    from hf_specdec.benchmark.running import Models, encoder, randomise
     from hf_specdec.cli.models import resolve
     from hf_specdec.cli.runs import load
 
@@ -102,6 +102,8 @@ def _load(experiment: Any, console: Any) -> Any:
         role: load(source, **common, console=console, quantization=quantized[role]) for role, source in sources.items()
     }
     target, tokenizer = loaded["target"]
+    if experiment.has_random_draft:
+        randomise(loaded["draft"][0])
     facts = {role: model_facts(loaded[role][0], source) for role, source in sources.items()}
     return Models(target, loaded["draft"][0], encoder(tokenizer, target.device), facts)
 

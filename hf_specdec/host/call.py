@@ -6,6 +6,7 @@ the keys go back to the cache they came from, whatever happened.
 
 import contextlib
 import dataclasses
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ from hf_specdec.drafters import Drafter, DraftRequest
 from hf_specdec.drafters.ngram import TextMemory
 from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories
+from hf_specdec.host.conversions import draft_in_use
 from hf_specdec.host.criteria import Criteria
-from hf_specdec.host.draft_copy import copy_facts
+from hf_specdec.host.draft_copy import copy_facts, copy_quantization
 from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
 from hf_specdec.host.emission import Emission
 from hf_specdec.host.knowledge import cost_coefficient, knowledge_of
@@ -39,7 +41,7 @@ from hf_specdec.sequence import Sequence
 from hf_specdec.statistics import SpeculationCounters
 from hf_specdec.timing import StepTimer
 
-__all__ = ["PROBS_BYTES", "Request", "decide_aside", "run_call"]
+__all__ = ["PROBS_BYTES", "Request", "choose_copy", "decide_aside", "run_call"]
 
 # Most bytes that p and q of one step may take when sampling; K is cut to fit.
 PROBS_BYTES = 256 * 2**20
@@ -230,6 +232,15 @@ def _cost_guess(request: Request) -> float:
     if request.draft is not None:
         return cost_coefficient(request.model, request.draft)
     return lookup("method", DRAFTERS, request.method).cost(request.model, request.config)
+
+
+def choose_copy(request: Request, input_ids: Tensor) -> None:
+    """Put the copy of the draft in its place that pays, if one does, and note what drafts."""
+    (batch, length), counters = input_ids.shape, request.counters
+    started = time.perf_counter()
+    request.draft = draft_in_use(request.model, request.draft, request.config, request.method, batch, length)
+    counters.conversion_seconds = time.perf_counter() - started
+    counters.draft_quantization = copy_quantization(request.draft)
 
 
 def decide_aside(request: Request, input_ids: Tensor, generation_config: Any) -> str | None:

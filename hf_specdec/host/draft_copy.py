@@ -25,12 +25,12 @@ from transformers import BitsAndBytesConfig
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.host.families import weights_key
-from hf_specdec.host.linears import bytes_per_weight, check_kernels, converted, is_linear, why_slow
+from hf_specdec.host.linears import QUANTIZATIONS, bytes_per_weight, check_kernels, converted, is_linear, why_slow
 from hf_specdec.host.loading import find_tokenizer
 from hf_specdec.host.sources import counts_in_code, counts_in_data
 from hf_specdec.token_counts import read_token_counts, short_list
 
-__all__ = ["copy_facts", "kept_ids", "original", "own_copy"]
+__all__ = ["copy_facts", "copy_quantization", "forget_copy", "kept_ids", "original", "own_copy", "why_unconvertible"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class _About:
 
     draft: weakref.ref
     kept_ids: Tensor | None
+    quantization: str | None
     facts: tuple[str, ...]
 
 
@@ -69,7 +70,8 @@ def own_copy(draft: Any, config: SpeculativeConfig, target: Any, is_in_code: boo
         ImportError: a quantization whose library is not installed.
         ValueError: a draft or a device that cannot be converted, or token counts that cannot be used.
     """
-    quantization, vocab = config.draft_quantization, config.draft_vocab
+    quantization = config.draft_quantization if config.draft_quantization in QUANTIZATIONS else None
+    vocab = config.draft_vocab
     if quantization is None and vocab is None:
         return draft
     name = vocab.get("counts") if isinstance(vocab, dict) else vocab
@@ -88,6 +90,23 @@ def own_copy(draft: Any, config: SpeculativeConfig, target: Any, is_in_code: boo
         return draft if held.model is None else held.model
 
 
+def forget_copy(draft: Any, quantization: str) -> None:
+    """Let go of the copies of `draft` in `quantization`."""
+    with _LOCK:
+        copies = _COPIES.get(draft, {})
+        for key in [key for key in copies if isinstance(key, tuple) and key[0] == quantization]:
+            del copies[key]
+
+
+def why_unconvertible(draft: Any, quantization: str) -> str | None:
+    """Why `own_copy` would refuse, or None."""
+    try:
+        _check_convertible(draft, quantization)
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def kept_ids(model: Any) -> Tensor | None:
     """int64 [kept], ascending: the ids behind the rows of a copy's cut head; None for every other model."""
     about = None if model is None else _ABOUT.get(model)
@@ -98,6 +117,12 @@ def original(model: Any) -> Any:
     """The draft that `model` is a copy of, else `model`."""
     about = None if model is None else _ABOUT.get(model)
     return model if about is None else about.draft() or model
+
+
+def copy_quantization(model: Any) -> str | None:
+    """What the linear layers of a copy were converted to; None if `model` is no copy, or none that was converted."""
+    about = None if model is None else _ABOUT.get(model)
+    return None if about is None else about.quantization
 
 
 def copy_facts(model: Any) -> tuple[str, ...]:
@@ -166,7 +191,7 @@ def _made(draft: Any, quantization: str | None, kept: Tensor | None) -> Any:
     slow = None if quantization is None else why_slow(quantization, draft.device)
     made = f"Draft {' and '.join(done)} in {time.perf_counter() - started:.1f} s, {_shown(num_bytes)}."
     facts = (made,) if slow is None else (made, slow)
-    _ABOUT[model] = _About(weakref.ref(draft), None if kept is None else kept.to(_device(model)), facts)
+    _ABOUT[model] = _About(weakref.ref(draft), None if kept is None else kept.to(_device(model)), quantization, facts)
     return model
 
 

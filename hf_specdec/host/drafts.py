@@ -11,6 +11,7 @@ from hf_specdec.drafters.composite import CompositeDrafter  # noqa: F401  (regis
 from hf_specdec.drafters.early_exit import EarlyExitDrafter  # noqa: F401  (registers "early_exit")
 from hf_specdec.drafters.suffix import SuffixDrafter  # noqa: F401  (registers "ngram" and "suffix")
 from hf_specdec.host import binding
+from hf_specdec.host.conversions import settle
 from hf_specdec.host.draft_copy import own_copy
 from hf_specdec.host.draft_model import output_vocab_size
 from hf_specdec.host.loading import find_tokenizer, load_draft
@@ -135,5 +136,6 @@ def _load_named(target: Any, config: SpeculativeConfig, named_in: str | None, ma
             raise
         failures[key] = str(error)
         return None, f"{NO_DRAFT}: {error}"
+    settle(target, draft, config)
     drafts[key] = draft
     return draft, None

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hf_specdec.config import DRAFT_KEYS, Resolution, SpeculativeConfig, normalise, resolve
 from hf_specdec.host import binding, masks
-from hf_specdec.host.call import Request, decide_aside, run_call
+from hf_specdec.host.call import Request, choose_copy, decide_aside, run_call
 from hf_specdec.host.drafts import MODEL_PLACE, find_draft
 from hf_specdec.host.quantized import why_inexact
 from hf_specdec.host.ranks import ranks_of, why_split
@@ -303,6 +303,8 @@ def _wrap_sample(original: Callable) -> Callable:
             why = why_draft_unfit(request.draft)
         if why is None:
             why = lookup("method", DRAFTERS, request.method).why_wrong(self, request.config)
+        if why is None:
+            choose_copy(request, input_ids)
         if why is None and (decision := decide_aside(request, input_ids, generation_config)) is not None:
             why, request.counters.decision = NOT_WORTH_IT, decision
         why = request.ranks.first_text(why)  # what one of them cannot, none may begin

@@ -13,7 +13,7 @@ import torch
 
 from hf_specdec.speed_model import PairKnowledge
 
-__all__ = ["cost_coefficient", "knowledge_of", "pass_bytes"]
+__all__ = ["cost_coefficient", "knowledge_of", "known_of", "pass_bytes"]
 
 OFFLOAD_FACTOR = 20
 """Seconds of a byte that has to be fetched first ÷ seconds of one in place; a guess, replaced by measurement."""
@@ -54,7 +54,7 @@ def knowledge_of(target: Any, draft: Any, method: str, batch: int, length: int) 
         batch: rows.
         length: tokens of the text; powers of two are kept apart.
     """
-    where = (method, _place(target), None if draft is None else _place(draft), torch.get_num_threads())
+    where = _where(target, draft, method)
     bucket = length.bit_length()
     with _LOCK:
         of_target = _KNOWN.setdefault(target, weakref.WeakKeyDictionary())
@@ -65,6 +65,30 @@ def knowledge_of(target: Any, draft: Any, method: str, batch: int, length: int) 
             nearest = min(near, key=lambda other: abs(other[2] - bucket), default=None)
             known[key] = PairKnowledge() if nearest is None else copy.deepcopy(known[nearest])
         return known[key]
+
+
+def known_of(
+    target: Any, draft: Any, method: str, batch: int, length: int, like: PairKnowledge | None = None
+) -> PairKnowledge | None:
+    """What calls of this kind left, None if there was none yet.
+
+    Args:
+        target, draft, method, batch, length: as of `knowledge_of`.
+        like: what is known of a draft that this one is a copy of: taken over where nothing is known.
+    """
+    with _LOCK:
+        known = _KNOWN.get(target, {}).get(draft, {})
+        is_known = any(key[0] == _where(target, draft, method) and key[1] == batch for key in known)
+    if not is_known and like is None:
+        return None
+    found = knowledge_of(target, draft, method, batch, length)
+    if not is_known and like is not None:
+        found.take_over(like)
+    return found
+
+
+def _where(target: Any, draft: Any, method: str) -> tuple:
+    return method, _place(target), None if draft is None else _place(draft), torch.get_num_threads()
 
 
 def _place(model: Any) -> tuple[str, str]:

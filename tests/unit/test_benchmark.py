@@ -16,7 +16,7 @@ from hf_specdec.benchmark.engines import ENGINES, is_installed
 from hf_specdec.benchmark.environment import PeakMemory, describe, device_name, model_facts
 from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, is_greedy, keywords_of, read_experiment
 from hf_specdec.benchmark.ledger import Ledger, read_results
-from hf_specdec.benchmark.running import Models, encoder, run_experiment
+from hf_specdec.benchmark.running import Models, encoder, randomise, run_experiment
 from hf_specdec.benchmark.summary import (
     auto_arms,
     best_arm,
@@ -63,6 +63,18 @@ def encode(texts):
 @pytest.fixture
 def tiny(llama):
     return Models(*llama, encode, {"target": {}, "draft": {}})
+
+
+def test_a_random_draft_knows_nothing_and_has_its_own_question(tiny):
+    before = {name: weight.clone() for name, weight in tiny.draft.named_parameters()}
+    randomise(tiny.draft)
+    for name, weight in tiny.draft.named_parameters():
+        assert torch.equal(weight, before[name]) == (weight.ndim == 1)
+        if weight.ndim > 1:
+            assert weight.std().item() == pytest.approx(before[name].std().item(), rel=0.2)
+    asked = dataclasses.replace(EXPERIMENT, has_random_draft=True)
+    cell = EXPERIMENT.cells()[0]
+    assert asked.digest(cell, []) != EXPERIMENT.digest(cell, [])
 
 
 @pytest.fixture
@@ -298,6 +310,7 @@ def test_experiments_of_the_repository_can_be_read(path):
     assert {len(quick.groups(cell)) for cell in quick.cells()} == {2}
     assert {cell.batch for cell in quick.cells()} == {1}
     assert quick.max_new_tokens == min(48, experiment.max_new_tokens)
+    assert len(arms_of(quick)) <= 13
 
 
 def test_repository_has_eight_prompts_of_each_kind():

@@ -125,7 +125,7 @@ def test_num_speculative_tokens_of_another_type_is_refused(value, shown):
         ("device", -1, ValueError, 'device must be a torch device such as "cpu" or "cuda:0", or the index of an '
                                    "accelerator, got -1."),
         ("draft_quantization", "nf5", ValueError, "Unknown draft_quantization 'nf5'. Did you mean 'nf4'? Available: "
-                                                  "int8, nf4."),
+                                                  "auto, int8, nf4, none."),
         ("draft_vocab", 0, ValueError, "draft_vocab must be at least 1, got 0. To draft all ids, leave it out."),
         ("draft_vocab", True, TypeError, "draft_vocab must be an integer of at least 1, got True (bool)."),
         ("draft_vocab", 0.5, TypeError, DRAFT_VOCAB + ", got 0.5 (float)."),

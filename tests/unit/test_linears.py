@@ -111,7 +111,7 @@ def test_eight_bits_off_the_cpu_are_refused():
 
 
 def test_a_torch_without_the_kernels_is_named(monkeypatch):
-    monkeypatch.delattr(torch, "quantize_per_channel")
+    monkeypatch.delattr(torch, "_make_per_channel_quantized_tensor")
     with pytest.raises(ValueError, match=r"needs 8-bit kernels, which torch .* has not\. Leave it out\."):
         check_kernels("int8", CPU)
 

@@ -30,6 +30,7 @@ def test_fields_stand_as_documented():
         "prefill_emitted", "accepted_histogram", "acceptance_by_position", "acceptance_rate", "draft_utilization",
         "mean_acceptance_length", "draft_seconds", "verify_seconds", "prefill_seconds", "other_seconds", "reason",
         "decision", "notes", "cost_coefficient", "predicted_speedup", "measured_speedup",
+            "draft_quantization", "conversion_seconds",
     ]  # fmt: skip
     with pytest.raises(dataclasses.FrozenInstanceError):
         full_report().steps = 4  # type: ignore[misc]

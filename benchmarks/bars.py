@@ -57,12 +57,14 @@ BARS = {
     "random": Bar("auto with a random draft at T = 1.5 ÷ plain", 0.97, 1.0),
     "batch": Bar("auto ÷ plain", 0.97, 1.0),
     "batch code": Bar("auto ÷ plain", 1.1, 1.3),
+    "offload code": Bar("auto ÷ plain", 4.0, 5.0),
     "predicted": Bar("share of prompts with predicted ÷ measured within 10 %", 0.9, 1.0),
     "worst": Bar("largest distance of predicted ÷ measured from 1", 0.2, 0.1, at_most=True),
     "outside": Bar("share of step time outside draft and verify", 0.03, 0.015, at_most=True),
 }
 """Every cell is held to "fixed", "predicted", "worst" and "outside"; the others are meant for one pair."""
 PAIR, NF4_PAIR, RANDOM_PAIR = "qwen2.5-coder", "qwen2.5-coder-nf4", "qwen2.5-coder-random"
+OFFLOAD_PAIR = "qwen2.5-coder-offload"  # in any dtype
 BarRow = tuple[Bar, str, str, float]  # the bar, where, the arm, what was measured
 
 
@@ -137,6 +139,8 @@ def _plain_bar(pair: str, batch: int, kind: str) -> str:
     """The name of the bar for auto ÷ plain, if this cell has one."""
     if pair == NF4_PAIR and batch == 1:
         return f"nf4 {kind}"
+    if pair.startswith(OFFLOAD_PAIR):
+        return f"offload {kind}"
     if pair == PAIR and batch == 1:
         return f"plain {kind}"
     if pair == PAIR and batch == 4 and kind != "all":

@@ -29,6 +29,7 @@ NUMBERS = {
     "temperatures": float,
 }
 DRAFT_QUANTIZATIONS, TARGET_QUANTIZATIONS = ("int8", "nf4"), ("nf4",)
+TARGET_OFFLOADS = ("disk",)
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -96,6 +97,7 @@ class Experiment:
         engines: other packages ("flashspec", "economize"), where installed, at each K that `draft_lengths` and
             `assisted_draft_lengths` both name.
         target_quantization: "nf4" loads the target in 4 bits, computing in `dtype`.
+        target_offload: "disk" leaves the target's decoder layers on disk; accelerate reads them at every pass.
         has_random_draft: the draft's weights are noise: what does a draft cost that knows nothing?
         max_new_tokens: per row.
         seeds: each prompt is decoded with each.
@@ -123,6 +125,7 @@ class Experiment:
     has_lookup: bool = False
     engines: tuple[str, ...] = ()
     target_quantization: str | None = None
+    target_offload: str | None = None
     has_random_draft: bool = False
     max_new_tokens: int = 64
     seeds: tuple[int, ...] = (0,)
@@ -135,6 +138,8 @@ class Experiment:
         self._check_names("engine", self.engines, ENGINES)
         if self.target_quantization is not None:
             self._check_names("target_quantization", (self.target_quantization,), TARGET_QUANTIZATIONS)
+        if self.target_offload is not None:
+            self._check_names("target_offload", (self.target_offload,), TARGET_OFFLOADS)
         for key in (key for key in NUMBERS if key != "seeds"):
             self._check_numbers(key, 0 if key == "temperatures" else 1)
         if not self.modes and not self.temperatures:
@@ -206,6 +211,8 @@ class Experiment:
         }
         if self.target_quantization is not None:  # absent from older questions, which it must not change
             asked["target_quantization"] = self.target_quantization
+        if self.target_offload is not None:
+            asked["target_offload"] = self.target_offload
         if self.has_random_draft:
             asked["has_random_draft"] = True
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]

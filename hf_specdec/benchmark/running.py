@@ -14,10 +14,13 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import transformers
+from torch import nn
 from transformers import GenerationConfig
 
 import hf_specdec
@@ -26,7 +29,7 @@ from hf_specdec.benchmark.environment import PeakMemory, describe
 from hf_specdec.benchmark.experiment import Cell, Experiment, Prompt, keywords_of
 from hf_specdec.benchmark.ledger import Ledger
 
-__all__ = ["Models", "encoder", "randomise", "run_experiment"]
+__all__ = ["Models", "encoder", "offload_layers", "randomise", "run_experiment"]
 
 WARM_UP_TOKENS = 8
 _DROPPED = ("draft_lengths", "method")  # of a report: the arm says it, or its histogram is kept
@@ -63,6 +66,13 @@ def encoder(tokenizer: Any, device: torch.device) -> Callable[[list[str]], Any]:
         return {name: inputs[name].to(device) for name in ("input_ids", "attention_mask")}
 
     return encode
+
+
+def offload_layers(model: Any, folder: str) -> None:
+    """Leave the decoder layers of `model` in `folder`: accelerate reads each from there whenever it runs."""
+    layers = max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    for index, layer in enumerate(layers):
+        accelerate.disk_offload(layer, str(Path(folder) / str(index)), execution_device=model.device)
 
 
 @torch.no_grad()

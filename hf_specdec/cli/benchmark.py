@@ -90,8 +90,11 @@ def benchmark(
 
 def _load(experiment: Any, console: Any) -> Any:
     """Target and draft of an experiment, in its dtype, on the device that the command line uses."""
+    import tempfile
+    import weakref
+
     from hf_specdec.benchmark.environment import model_facts
-    from hf_specdec.benchmark.running import Models, encoder, randomise
+    from hf_specdec.benchmark.running import Models, encoder, offload_layers, randomise
     from hf_specdec.cli.models import resolve
     from hf_specdec.cli.runs import load
 
@@ -102,6 +105,10 @@ def _load(experiment: Any, console: Any) -> Any:
         role: load(source, **common, console=console, quantization=quantized[role]) for role, source in sources.items()
     }
     target, tokenizer = loaded["target"]
+    if experiment.target_offload == "disk":
+        folder = tempfile.TemporaryDirectory(prefix="specdec-offload-")
+        weakref.finalize(target, folder.cleanup)
+        offload_layers(target, folder.name)
     if experiment.has_random_draft:
         randomise(loaded["draft"][0])
     facts = {role: model_facts(loaded[role][0], source) for role, source in sources.items()}

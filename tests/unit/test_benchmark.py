@@ -16,7 +16,7 @@ from hf_specdec.benchmark.engines import ENGINES, is_installed
 from hf_specdec.benchmark.environment import PeakMemory, describe, device_name, model_facts
 from hf_specdec.benchmark.experiment import MODES, Cell, Experiment, Prompt, is_greedy, keywords_of, read_experiment
 from hf_specdec.benchmark.ledger import Ledger, read_results
-from hf_specdec.benchmark.running import Models, encoder, randomise, run_experiment
+from hf_specdec.benchmark.running import Models, encoder, offload_layers, randomise, run_experiment
 from hf_specdec.benchmark.summary import (
     auto_arms,
     best_arm,
@@ -75,6 +75,16 @@ def test_a_random_draft_knows_nothing_and_has_its_own_question(tiny):
     asked = dataclasses.replace(EXPERIMENT, has_random_draft=True)
     cell = EXPERIMENT.cells()[0]
     assert asked.digest(cell, []) != EXPERIMENT.digest(cell, [])
+
+
+def test_offloaded_layers_are_read_at_every_pass(tiny, tmp_path):
+    ids = torch.tensor([[3, 4, 5]])
+    before = tiny.target(ids).logits
+    offload_layers(tiny.target, str(tmp_path))
+    assert all(weight.device.type == "meta" for weight in tiny.target.model.layers.parameters())
+    torch.testing.assert_close(tiny.target(ids).logits, before)
+    asked = dataclasses.replace(EXPERIMENT, target_offload="disk")
+    assert asked.digest(EXPERIMENT.cells()[0], []) != EXPERIMENT.digest(EXPERIMENT.cells()[0], [])
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hf_specdec.report import SpeculationReport
 if TYPE_CHECKING:
     from hf_specdec.candidates import SpeculativeCandidateGenerator
     from hf_specdec.integration import Handle, enable, register
+    from hf_specdec.pair import load_pair
     from hf_specdec.token_counts import count_tokens
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SpeculativeConfig",
     "count_tokens",
     "enable",
+    "load_pair",
     "register",
     "register_drafter",
     "register_verifier",
@@ -36,6 +38,7 @@ _LAZY = {
     "SpeculativeCandidateGenerator": "hf_specdec.candidates",
     "count_tokens": "hf_specdec.token_counts",
     "enable": "hf_specdec.integration",
+    "load_pair": "hf_specdec.pair",
     "register": "hf_specdec.integration",
 }
 

@@ -13,6 +13,7 @@ from hf_specdec.cli.demo import demo
 from hf_specdec.cli.estimate import estimate
 from hf_specdec.cli.export import app as export
 from hf_specdec.cli.generate import generate
+from hf_specdec.cli.plan import plan
 from hf_specdec.cli.report import report
 from hf_specdec.cli.serve import PASSES_ARGUMENTS, serve
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(demo)
 app.command()(estimate)
+app.command()(plan)
 app.command()(benchmark)
 app.add_typer(export, name="export")
 app.command()(report)

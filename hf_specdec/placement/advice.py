@@ -62,9 +62,14 @@ def _changes(plan: Plan, replan: Replan) -> Iterator[str]:
         yield f"max_length {length} instead of {asked}"
     for place, what in (("cpu", "the CPU"), ("disk", "disk")):
         found = replan(spill_to=place)
-        if found is not None and found.fits:
-            held = next(device.weights for device in found.devices if device.label == place)
-            yield f"offload of {found.num_offloaded} layers to {what}, which takes {gib(held)} GiB there"
+        if found is None or not found.fits:
+            continue
+        if found.num_offloaded:
+            held = sum(device.weights for device in found.devices if device.label == place)
+            without = "" if found.draft_device is not None or not has_draft else ", without the draft"
+            yield f"offload of {found.num_offloaded} layers to {what}, which takes {gib(held)} GiB there{without}"
+        elif found.draft_device == place:
+            yield f"the draft on {what}"
 
 
 def _lower(quantization: str | None) -> tuple[str, ...]:

@@ -86,7 +86,10 @@ class Machine:
     link: float = ASSUMED_LINK
 
     def __getitem__(self, key: Key) -> Device:
-        return next(device for device in self.devices if device.key == key)
+        for device in self.devices:
+            if device.key == key:
+                return device
+        raise KeyError(key)
 
     def __contains__(self, key: object) -> bool:
         return any(device.key == key for device in self.devices)

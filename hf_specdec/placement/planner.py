@@ -207,7 +207,7 @@ def _spilling(
         }
         room[main] = max(0, room[main] - reserved)
         found = lay_out(room, caches, is_balanced=False, may_spill=True)
-        if found is None:
+        if found is None or set(found.values()) == {"disk"}:  # nothing is left to run on
             return
         attempt = _added_up(target, found, draft, draft_key, machine, workload)
         needed = _spilled_cache(attempt.layout, caches)

@@ -273,13 +273,25 @@ def _load(
         keywords["device_map"] = {"": device}
     auto = AutoModelForSeq2SeqLM if config is not None and config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        draft = auto.from_pretrained(
-            source, revision=revision, dtype=dtype, use_safetensors=True, trust_remote_code=False, **keywords
+        draft, found = auto.from_pretrained(
+            source,
+            revision=revision,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **keywords,
         )
     except ImportError:  # says which package is missing
         raise
     except Exception as error:
         raise _unreadable(source, error) from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers fills them with noise, which would draft in vain for ever
+        raise ValueError(
+            f"The checkpoint of the draft {source!r} lacks {len(missing)} of its weights, {missing[0]} among them. "
+            "Download or save it again, or use another draft."
+        )
     return draft.eval()
 
 

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
@@ -88,7 +89,7 @@ def test_revision_goes_to_the_hub_and_a_branch_is_its_commit(target, monkeypatch
 
     def model_of(name, revision=None, **options):
         asked.append(revision)
-        return tiny()
+        return tiny(), {"missing_keys": set()}
 
     monkeypatch.setattr(loading, "find_adapter_config_file", lambda *args, **kwargs: None)
     monkeypatch.setattr(loading.AutoConfig, "from_pretrained", config_of)
@@ -103,6 +104,24 @@ def test_draft_is_released_when_nobody_holds_it(home, target):
     watch = weakref.ref(load_draft(str(home / "draft"), target=target))
     gc.collect()
     assert watch() is None
+
+
+def test_a_checkpoint_that_lacks_weights_is_no_draft(home, target):
+    """transformers would fill them with noise and say so in a log only."""
+    path = home / "draft" / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 of its weights, model\.layers\.0\.mlp\.up_proj\.weight among them"):
+        load_draft(str(home / "draft"), target=target)
+
+
+def test_tied_weights_are_saved_once_and_not_missed(home, target):
+    draft = tiny()
+    draft.config.tie_word_embeddings = True
+    draft.tie_weights()
+    draft.save_pretrained(home / "tied")
+    assert load_draft(str(home / "tied"), target=target).config.tie_word_embeddings
 
 
 def test_loading_leaves_the_target_as_it_was(home, target):

@@ -45,3 +45,33 @@ def test_offloaded_target_and_draft_give_plains_text(place, options, tmp_path):
         report = hf_specdec.report(target)
         assert report.reason is None
         assert report.accepted > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # accelerate speaks about its own future
+@pytest.mark.parametrize("place", [on_cpu, on_disk])
+def test_hook_calls_per_token_fall_by_the_mean_acceptance_length(place, tmp_path, monkeypatch):
+    """Weights are fetched once per pass, whatever it scores."""
+    target, draft = pair()
+    target = place(target, tmp_path)
+    fetches, fetch = [], accelerate.hooks.AlignDevicesHook.pre_forward
+
+    def counted(hook, module, *args, **kwargs):
+        fetches.append(hook.offload)
+        return fetch(hook, module, *args, **kwargs)
+
+    monkeypatch.setattr(accelerate.hooks.AlignDevicesHook, "pre_forward", counted)
+    call = {**prompts(1), "max_new_tokens": 33, "do_sample": False}
+    target.generate(**{**call, "max_new_tokens": 1})
+    per_pass = sum(fetches)
+    fetches.clear()
+    target.generate(**call)
+    plain = sum(fetches) - per_pass  # the prefill is the same in both
+    fetches.clear()
+    with hf_specdec.enable(target, draft, num_speculative_tokens=3):
+        target.generate(**call)
+    speculative = sum(fetches) - per_pass
+    report = hf_specdec.report(target)
+    assert per_pass > 0
+    assert plain == 32 * per_pass
+    assert report.mean_acceptance_length > 1.2
+    assert plain / speculative == pytest.approx(report.mean_acceptance_length)

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from hf_specdec import integration
 from hf_specdec.config import normalise
 from hf_specdec.host.placement import find_machine, lay_out, load_target
-from hf_specdec.host.sizes import Skeleton, read_config, read_dtype, read_quantization
+from hf_specdec.host.quantized_sizes import read_quantization
+from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.advice import PLENTY, changes_that_fit
 from hf_specdec.placement.machine import Key, Machine, make_machine
 from hf_specdec.placement.plan import Plan
@@ -83,7 +84,7 @@ class _Wish:
     trust_remote_code: bool = False
     must_load: bool = False
 
-    def skeletons(self, machine: Machine) -> tuple[Skeleton, Skeleton | None]:
+    def skeletons(self) -> tuple[Skeleton, Skeleton | None]:
         """Both models on the meta device."""
         config = read_config(self.target, self.revision, self.trust_remote_code)
         draft_config = None if self.draft is None else read_config(self.draft, self.draft_revision)
@@ -91,15 +92,10 @@ class _Wish:
         chosen = read_quantization(self.quantization, dtype, must_load=self.must_load)
         draft = None
         if draft_config is not None:
-            draft_dtype = read_dtype(self.dtype_of_draft(machine), draft_config, "draft")
+            draft_dtype = read_dtype(self.draft_dtype, draft_config, "draft")
             drafted = read_quantization(self.draft_quantization, draft_dtype, must_load=self.must_load)
             draft = Skeleton(draft_config, draft_dtype, drafted, _short(self.draft))
         return Skeleton(config, dtype, chosen, _short(self.target), self.trust_remote_code), draft
-
-    def dtype_of_draft(self, machine: Machine) -> Any:
-        """float16 where that is fast: on GPUs."""
-        is_half = str(self.draft_dtype).removeprefix("torch.") == "float16"
-        return "bfloat16" if is_half and not any(device.is_gpu for device in machine.devices) else self.draft_dtype
 
 
 def _short(source: str | None) -> str:
@@ -133,7 +129,7 @@ def plan_pair(
 
 
 def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool = True) -> Plan:
-    target, draft = wish.skeletons(machine)
+    target, draft = wish.skeletons()
     plan = _plan_of(target, draft, machine, workload)
     if plan.fits or not has_advice:
         return plan
@@ -160,7 +156,7 @@ def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool
                 draft_quantization=draft_quantization or wish.draft_quantization,
                 must_load=False,
             )
-            models = changed.skeletons(machine)
+            models = changed.skeletons()
         if max_length is not None:
             work = replace(workload, max_length=max_length)
         return _plan_of(models[0], models[1], place, work)
@@ -171,7 +167,10 @@ def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool
 def _plan_of(target: Skeleton, draft: Skeleton | None, machine: Machine, workload: Workload) -> Plan:
     if not machine.running:
         raise ValueError("There is no device to run on. Name a GPU or the CPU, with its memory.")
-    return make_plan(target.sizes, None if draft is None else draft.sizes, machine, workload, lay_out(target))
+    plan = make_plan(target.sizes, None if draft is None else draft.sizes, machine, workload, lay_out(target))
+    if plan.draft is None or plan.draft.dtype != "float16" or isinstance(plan.draft_device, int):
+        return plan
+    return replace(plan, draft=replace(plan.draft, dtype="bfloat16"))  # of the same size, and fast on a CPU
 
 
 def load_pair(
@@ -221,12 +220,8 @@ def load_pair(
         ValueError: an unknown quantization, dtype or key, a device that does not exist, a checkpoint without config.
         ImportError: bitsandbytes is needed and missing. All of these before any weight is loaded.
     """
-    flag = normalise(speculative) if speculative else {}
-    given = flag.get("num_speculative_tokens", "auto") if isinstance(flag, dict) else "auto"
-    workload = Workload(max_batch, max_length, *([given] if isinstance(given, int) else []))
-    if draft_quantization not in DRAFT_QUANTIZATIONS:
-        listing = ", ".join(map(repr, DRAFT_QUANTIZATIONS[1:]))
-        raise ValueError(f"Unknown draft_quantization {draft_quantization!r}. Available: {listing}, or None.")
+    length = _checked(speculative, draft_quantization)
+    workload = Workload(max_batch, max_length, **({} if length is None else {"draft_length": length}))
     machine = find_machine(max_memory, offload_folder, headroom)
     wish = _Wish(
         str(target),
@@ -246,32 +241,51 @@ def load_pair(
     for note in plan.notes:
         logger.info("%s", note)
     tokenizer = AutoTokenizer.from_pretrained(str(target), revision=revision, trust_remote_code=trust_remote_code)
-    config = read_config(wish.target, revision, trust_remote_code)
-    target_dtype = read_dtype(dtype, config, "target")
-    model = load_target(
-        wish.target,
-        plan.device_map,
-        dtype=target_dtype,
-        quantization=read_quantization(quantization, target_dtype)[1],
-        revision=revision,
-        offload_folder=offload_folder,
-        trust_remote_code=trust_remote_code,
-        **(model_kwargs or {}),
-    )
+    model = _load(wish, plan, offload_folder, model_kwargs or {})
     if model.generation_config.pad_token_id is None:  # else every call says that it takes the end-of-text token
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
-    placed = _draft_keywords(wish, plan, machine)
+    placed = _draft_keywords(wish, plan)
     handle = integration.enable(model, wish.draft if placed else None, **speculative, **placed)
     return model, tokenizer, Placement(plan, model.get_memory_footprint(), _footprint(model), handle)
 
 
-def _draft_keywords(wish: _Wish, plan: Plan, machine: Machine) -> dict[str, Any]:
+def _checked(speculative: Mapping[str, Any], draft_quantization: str | None) -> int | None:
+    """K, if `speculative` orders one.
+
+    Raises:
+        TypeError, ValueError: a wrong key or value, or one that would place the draft elsewhere.
+    """
+    if draft_quantization not in DRAFT_QUANTIZATIONS:
+        listing = ", ".join(map(repr, DRAFT_QUANTIZATIONS[1:]))
+        raise ValueError(f"Unknown draft_quantization {draft_quantization!r}. Available: {listing}, or None.")
+    if own := [key for key in ("model", "device") if key in speculative]:
+        raise ValueError(f"load_pair names and places the draft itself, got {own[0]}=…. Pass draft=… and max_memory=….")
+    flag = normalise(dict(speculative)) if speculative else {}
+    length = flag.get("num_speculative_tokens") if isinstance(flag, dict) else None
+    return length if isinstance(length, int) else None
+
+
+def _load(wish: _Wish, plan: Plan, offload_folder: str | Path | None, keywords: Mapping[str, Any]) -> Any:
+    dtype = read_dtype(wish.dtype, read_config(wish.target, wish.revision, wish.trust_remote_code), "target")
+    return load_target(
+        wish.target,
+        plan.device_map,
+        dtype=dtype,
+        quantization=read_quantization(wish.quantization, dtype)[1],
+        revision=wish.revision,
+        offload_folder=offload_folder,
+        trust_remote_code=wish.trust_remote_code,
+        **keywords,
+    )
+
+
+def _draft_keywords(wish: _Wish, plan: Plan) -> dict[str, Any]:
     """How the flag names the draft that was planned; empty if the plan goes without."""
-    if wish.draft is None or plan.draft_device is None:
+    if wish.draft is None or plan.draft is None or plan.draft_device is None:
         return {}
     keywords = {
         "revision": wish.draft_revision,
-        "dtype": str(wish.dtype_of_draft(machine)).removeprefix("torch."),
+        "dtype": plan.draft.dtype,
         "device": _torch_device(plan.draft_device),
         "quantization": wish.draft_quantization,
     }

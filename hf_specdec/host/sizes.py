@@ -4,46 +4,34 @@ A `Skeleton` is the model on the meta device, as it will be: weights that the qu
 after loading, the quantizer's constants and each layer's KV cache are buffers beside them. So what accelerate adds up
 on it is what a device will hold.
 
-- Which weights are converted, transformers' own quantizer says (for bitsandbytes its rule is followed where that
-  package is missing: planning needs no quantizer).
+- Which weights are converted, transformers' own quantizer says (`quantized_sizes`).
 - What a layer caches, the model says: a forward over two meta tokens fills a real cache, whose shapes are read.
 
 Written against transformers 5.17 to 5.24. Knows nothing of devices.
 """
 
-__all__ = ["Skeleton", "read_config", "read_quantization"]
+__all__ = ["Skeleton", "read_config", "read_dtype"]
 
 import contextlib
 import copy
 import difflib
-import importlib.util
-import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from transformers.quantizers import AutoQuantizationConfig
 
+from hf_specdec.host.quantized_sizes import CONSTANTS, called, filler, is_bitsandbytes, quantize
 from hf_specdec.host.runner import cache_keyword
 from hf_specdec.placement.sizes import ModelSizes, Piece
 
-QUANTIZATIONS = ("nf4", "fp4", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-BLOCK = 64
-"""Weights per constant of bitsandbytes' 4-bit formats."""
-NESTED_BLOCK = 256
-CONSTANTS_SHARE = 0.1
-"""Of other quantized weights: transformers' own reserve for them."""
-_CACHE, _CONSTANTS = "hf_specdec_cache", "hf_specdec_constants"
+_CACHE = "hf_specdec_cache"
 
 
 # --- what the user wrote --------------------------------------------------------------------------------------------
@@ -89,59 +77,6 @@ def read_dtype(dtype: str | torch.dtype | None, config: PretrainedConfig, what: 
     return saved if isinstance(saved, torch.dtype) else torch.float32
 
 
-def read_quantization(quantization: Any, dtype: torch.dtype, *, must_load: bool = True) -> tuple[str | None, Any]:
-    """What to call `quantization`, and the config that ``from_pretrained`` takes.
-
-    Args:
-        quantization: None, "nf4", "fp4", "int8", a config of transformers, or one as a dict with "quant_method".
-        dtype: in which 4-bit weights compute, unless a config says otherwise.
-        must_load: whether bitsandbytes has to be installed for the names that need it; sizes can be told without.
-
-    Raises:
-        ValueError: an unknown name.
-        ImportError: bitsandbytes is needed and missing.
-    """
-    if quantization is None:
-        return None, None
-    if isinstance(quantization, QuantizationConfigMixin):
-        return _called(quantization), quantization
-    if isinstance(quantization, Mapping) and "quant_method" in quantization:
-        config = AutoQuantizationConfig.from_dict(dict(quantization))
-        return _called(config), config
-    if quantization not in QUANTIZATIONS:
-        near = difflib.get_close_matches(str(quantization), QUANTIZATIONS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"Unknown quantization {quantization!r}.{hint} Available: {', '.join(QUANTIZATIONS)}, or a quantization "
-            "config of transformers."
-        )
-    options: dict[str, Any] = (
-        {"load_in_8bit": True}
-        if quantization == "int8"
-        else {"load_in_4bit": True, "bnb_4bit_quant_type": quantization, "bnb_4bit_compute_dtype": dtype}
-    )
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        return quantization, BitsAndBytesConfig(**options)
-    if must_load:
-        raise ImportError(
-            f"quantization={quantization!r} needs bitsandbytes, which is not installed: "
-            "pip install 'hf_specdec[bitsandbytes]'."
-        )
-    return quantization, SimpleNamespace(quant_method="bitsandbytes", **{"load_in_8bit": False, **options})
-
-
-def _called(config: Any) -> str:
-    if _is_bitsandbytes(config):
-        return "int8" if getattr(config, "load_in_8bit", False) else str(getattr(config, "bnb_4bit_quant_type", "4bit"))
-    method = getattr(config, "quant_method", type(config).__name__)
-    return str(getattr(method, "value", method))
-
-
-def _is_bitsandbytes(config: Any) -> bool:
-    method = getattr(config, "quant_method", None)
-    return str(getattr(method, "value", method)).startswith("bitsandbytes")
-
-
 # --- the skeleton ---------------------------------------------------------------------------------------------------
 
 
@@ -170,22 +105,22 @@ class Skeleton:
         trust_remote_code: bool = False,
     ) -> None:
         config = copy.deepcopy(config)
-        called, quantizer_config = quantization
+        method, quantizer_config = quantization
         saved = getattr(config, "quantization_config", None)
         is_pre_quantized = saved is not None
         if saved is not None:
             quantizer_config = AutoQuantizationConfig.from_dict(dict(saved)) if isinstance(saved, Mapping) else saved
-            called = _called(quantizer_config)
+            method = called(quantizer_config)
             delattr(config, "quantization_config")
         self.model = _on_meta(config, dtype, trust_remote_code)
         layers = _layer_names(self.model, config.get_text_config())
         cached = _cached(self.model, config, len(layers))
         plain = {key: (t.numel(), t.element_size(), t.dtype) for key, t in _tensors(self.model)}
         sizes = (
-            {} if quantizer_config is None else _quantize(self.model, quantizer_config, is_pre_quantized, dtype, plain)
+            {} if quantizer_config is None else quantize(self.model, quantizer_config, is_pre_quantized, dtype, plain)
         )
         self._layers = [self.model.get_submodule(layer) for layer in layers]
-        self.sizes = self._measured(config, dtype, called, quantizer_config, name, layers, cached, plain, sizes)
+        self.sizes = self._measured(config, dtype, method, quantizer_config, name, layers, cached, plain, sizes)
 
     @property
     def no_split(self) -> list[str]:
@@ -197,7 +132,7 @@ class Skeleton:
     def holding(self, cache_bytes: Sequence[int]) -> Iterator[nn.Module]:
         """The module tree with `cache_bytes[i]` in layer i, as one more buffer."""
         for layer, size in zip(self._layers, cache_bytes, strict=True):
-            layer.register_buffer(_CACHE, _filler(size), persistent=False)
+            layer.register_buffer(_CACHE, filler(size), persistent=False)
         try:
             yield self.model
         finally:
@@ -208,7 +143,7 @@ class Skeleton:
         self,
         config: PretrainedConfig,
         dtype: torch.dtype,
-        called: str | None,
+        method: str | None,
         quantizer_config: Any,
         name: str,
         layers: list[str],
@@ -231,7 +166,7 @@ class Skeleton:
             if not own:
                 continue
             constants = sum(quantized[full][1] for full, _ in own if full in quantized)
-            total = sum(tensor.nbytes for full, tensor in own if not full.endswith(_CONSTANTS))
+            total = sum(tensor.nbytes for full, tensor in own if not full.endswith(CONSTANTS))
             is_table = isinstance(module, nn.Embedding) and not (is_tied and module is embedding)
             pieces.append(
                 Piece(
@@ -258,8 +193,8 @@ class Skeleton:
             element_bytes=dtype.itemsize,
             largest_quantized=max((plain[full][0] for full in quantized if full in plain), default=0),
             dtype=str(dtype).removeprefix("torch."),
-            quantization=called,
-            spills_plain=_is_bitsandbytes(quantizer_config),
+            quantization=method,
+            spills_plain=is_bitsandbytes(quantizer_config),
             expert_fan=chosen if experts else 1,
         )
 
@@ -280,10 +215,6 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bo
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
-
-
-def _filler(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
 
 def _layer_names(model: nn.Module, text: Any) -> list[str]:
@@ -351,79 +282,3 @@ def _from_config(config: PretrainedConfig, element_bytes: int) -> list[tuple[int
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", None) for layer in layers] or [None] * text.num_hidden_layers
     return [(width * element_bytes, window) for window in windows]
-
-
-# --- quantization ---------------------------------------------------------------------------------------------------
-
-
-def _quantize(
-    model: Any,
-    config: Any,
-    is_pre_quantized: bool,
-    dtype: torch.dtype,
-    plain: Mapping[str, tuple[int, int, torch.dtype]],
-) -> dict[str, tuple[int, int]]:
-    """Make the converted weights of `model` as large as they will be; by name, (bytes, bytes of their constants)."""
-    if isinstance(config, SimpleNamespace):
-        sizes = _by_rule(model, config)
-    else:
-        sizes = _by_quantizer(model, config, is_pre_quantized, dtype)
-    result = {}
-    for name, element_bytes in sizes.items():
-        owner, _, attribute = name.rpartition(".")
-        module, weight = model.get_submodule(owner), model.get_parameter(name)
-        num_bytes = math.ceil(weight.numel() * element_bytes)
-        rows = weight.shape[1 if isinstance(module, Conv1D) else 0]
-        constants = _constants(config, weight.numel(), rows, num_bytes)
-        module._parameters[attribute] = nn.Parameter(_filler(num_bytes), requires_grad=False)
-        module.register_buffer(_CONSTANTS, _filler(constants), persistent=False)
-        result[name] = (num_bytes, constants)
-    for name, tensor in list(model.named_parameters()):  # replacing a linear made its bias float32
-        if name in plain and name not in result and tensor.dtype != plain[name][2] and tensor.is_floating_point():
-            owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = nn.Parameter(
-                tensor.to(plain[name][2]), requires_grad=False
-            )
-    return result
-
-
-def _by_quantizer(model: Any, config: Any, is_pre_quantized: bool, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes per element of each weight that transformers' quantizer converts."""
-    quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=is_pre_quantized)
-    keywords = {"device_map": None, "checkpoint_files": None, "dtype": dtype}
-    accepted = inspect.signature(quantizer.preprocess_model).parameters
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    quantizer.preprocess_model(
-        model=model, **{key: value for key, value in keywords.items() if takes_all or key in accepted}
-    )
-    return {
-        name: float(quantizer.param_element_size(model, name, weight))
-        for name, weight in model.named_parameters()
-        if quantizer.param_needs_quantization(model, name)
-    }
-
-
-def _by_rule(model: Any, config: Any) -> dict[str, float]:
-    """The same for bitsandbytes, without it: every linear but those that transformers leaves alone."""
-    kept = HfQuantizer.get_modules_to_not_convert(model, None, getattr(model, "_keep_in_fp32_modules", None))
-    return {
-        f"{name}.weight": 1.0 if config.load_in_8bit else 0.5
-        for name, module in model.named_modules()
-        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and not _is_kept(name, kept)
-    }
-
-
-def _is_kept(name: str, kept: Sequence[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") or name.endswith(f".{each}") for each in kept)
-
-
-def _constants(config: Any, count: int, rows: int, num_bytes: int) -> int:
-    """Bytes of a weight's scales, which lie beside it and are no parameters."""
-    if not _is_bitsandbytes(config):
-        return math.ceil(num_bytes * CONSTANTS_SHARE)
-    if getattr(config, "load_in_8bit", False):
-        return 4 * rows
-    blocks = math.ceil(count / BLOCK)
-    if getattr(config, "bnb_4bit_use_double_quant", False):
-        return blocks + 4 * math.ceil(blocks / NESTED_BLOCK) + 4 * 256
-    return 4 * blocks

@@ -10,13 +10,13 @@
 __all__ = ["LayOut", "make_plan"]
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from hf_specdec.placement.machine import Device, Key, Machine, gib
-from hf_specdec.placement.plan import DeviceUse, ModelUse, Plan
+from hf_specdec.placement.adding_up import Attempt, added_up, layout_of
+from hf_specdec.placement.machine import Key, Machine, gib
+from hf_specdec.placement.plan import ModelUse, Plan
 from hf_specdec.placement.sizes import ModelSizes, Workload
-from hf_specdec.placement.speed import Layout, Speeds, pass_bytes_by_device, predict
+from hf_specdec.placement.speed import Layout, pass_bytes_by_device
 
 NEARLY = 1.02
 """A draft leaves the device of the target's head only for more than that."""
@@ -45,41 +45,6 @@ class LayOut(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """One layout of both models, added up."""
-
-    layout: Layout
-    draft: Layout | None
-    device_map: dict[str, Key]
-    uses: tuple[DeviceUse, ...]
-    speeds: Speeds
-
-    @property
-    def fits(self) -> bool:
-        return all(use.fits for use in self.uses)
-
-    @property
-    def speed(self) -> float:
-        return self.speeds.plain if self.speeds.speculative is None else self.speeds.speculative
-
-    @property
-    def lacking(self) -> int:
-        return sum(max(0, use.reserve - use.headroom) for use in self.uses)
-
-    @property
-    def draft_device(self) -> Key | None:
-        return None if self.draft is None else self.draft.main
-
-    @property
-    def is_beside_head(self) -> bool:
-        return self.draft is not None and self.draft.main == _head_device(self.layout)
-
-    @property
-    def least_headroom(self) -> int:
-        return min(use.headroom for use in self.uses if use.needed)
-
-
 def make_plan(
     target: ModelSizes, draft: ModelSizes | None, machine: Machine, workload: Workload, lay_out: LayOut
 ) -> Plan:
@@ -105,7 +70,7 @@ def make_plan(
 
 def _with_draft(
     target: ModelSizes, draft: ModelSizes, machine: Machine, workload: Workload, lay_out: LayOut
-) -> _Attempt | None:
+) -> Attempt | None:
     """The best attempt with the draft on some device, beside the target's head if that costs next to nothing."""
     each = [
         _best(_attempts(target, draft, device.key, machine, workload, lay_out))
@@ -121,7 +86,7 @@ def _with_draft(
     return max(near, key=lambda each: (-each.layout.num_running, each.is_beside_head, each.least_headroom))
 
 
-def _why_without(plain: _Attempt, drafted: _Attempt) -> str | None:
+def _why_without(plain: Attempt, drafted: Attempt) -> str | None:
     """Why the target is better off without the draft, or None."""
     assert drafted.draft is not None
     pushed = drafted.layout.spilled_bytes - plain.layout.spilled_bytes
@@ -136,7 +101,7 @@ def _why_without(plain: _Attempt, drafted: _Attempt) -> str | None:
     )
 
 
-def _best(attempts: Iterator[_Attempt]) -> _Attempt | None:
+def _best(attempts: Iterator[Attempt]) -> Attempt | None:
     """The fastest that fits, of equally fast ones the one that leaves most on its fullest device; else the nearest."""
     found = list(attempts)
     fitting = [attempt for attempt in found if attempt.fits]
@@ -152,25 +117,25 @@ def _attempts(
     machine: Machine,
     workload: Workload,
     lay_out: LayOut,
-) -> Iterator[_Attempt]:
+) -> Iterator[Attempt]:
     caches = target.cache_bytes(workload)
     budgets = _budgets(target, draft, draft_key, machine, workload)
     whole = target.held_bytes + sum(caches)
     ran = {device.key: budgets[device.key] for device in machine.running}
     for key, budget in ran.items():
         if whole <= budget:
-            yield _added_up(target, {"": key}, draft, draft_key, machine, workload)
+            yield added_up(target, {"": key}, draft, draft_key, machine, workload)
     if len(ran) > 1 and whole <= sum(ran.values()):
         for is_balanced in (True, False):
             found = lay_out(ran, caches, is_balanced=is_balanced, may_spill=False)
             if found is not None:
-                yield _added_up(target, found, draft, draft_key, machine, workload)
+                yield added_up(target, found, draft, draft_key, machine, workload)
     if whole <= max(ran.values()):
         return
     if len(machine.devices) > len(ran):
         yield from _spilling(target, draft, draft_key, machine, workload, lay_out, budgets, caches)
     found = _overfull(ran, whole, caches, lay_out)
-    yield _added_up(target, found, draft, draft_key, machine, workload)
+    yield added_up(target, found, draft, draft_key, machine, workload)
 
 
 def _overfull(ran: Mapping[Key, int], whole: int, caches: Sequence[int], lay_out: LayOut) -> dict[str, Key]:
@@ -195,7 +160,7 @@ def _spilling(
     lay_out: LayOut,
     budgets: Mapping[Key, int],
     caches: Sequence[int],
-) -> Iterator[_Attempt]:
+) -> Iterator[Attempt]:
     """With layers offloaded: their caches lie where they run, and take room there."""
     main, ratio = machine.running[0].key, _spilled_ratio(target)
     stays = sum(budgets[device.key] for device in machine.running) / (target.held_bytes + sum(caches))
@@ -209,7 +174,7 @@ def _spilling(
         found = lay_out(room, caches, is_balanced=False, may_spill=True)
         if found is None or set(found.values()) == {"disk"}:  # nothing is left to run on
             return
-        attempt = _added_up(target, found, draft, draft_key, machine, workload)
+        attempt = added_up(target, found, draft, draft_key, machine, workload)
         needed = _spilled_cache(attempt.layout, caches)
         if needed <= reserved:
             yield attempt
@@ -249,83 +214,16 @@ def _budgets(
     return budgets
 
 
-# --- adding up ------------------------------------------------------------------------------------------------------
-
-
-def _place(name: str, device_map: Mapping[str, Key]) -> Key:
-    """The device of module `name`: the longest entry that is it or above it."""
-    while name not in device_map:
-        if not name:
-            raise KeyError("The device map has no place for a module.")
-        name = name.rpartition(".")[0]
-    return device_map[name]
-
-
-def _layout(sizes: ModelSizes, device_map: Mapping[str, Key]) -> Layout:
-    places = {piece.name: _place(piece.name, device_map) for piece in sizes.pieces}
-    gpus = [key for key in device_map.values() if isinstance(key, int)]
-    return Layout(sizes, places, min(gpus, default="cpu"))
-
-
-def _head_device(layout: Layout) -> Key:
-    if layout.sizes.head in layout.places:
-        place = layout.places[layout.sizes.head]
-        return place if isinstance(place, int) or place == layout.main else layout.main
-    return layout.main
-
-
-def _added_up(
-    target: ModelSizes,
-    device_map: dict[str, Key],
-    draft: ModelSizes | None,
-    draft_key: Key | None,
-    machine: Machine,
-    workload: Workload,
-) -> _Attempt:
-    layout = _layout(target, device_map)
-    drafting = None if draft is None or draft_key is None else _layout(draft, {"": draft_key})
-    uses = tuple(_use(device, layout, drafting, workload) for device in machine.devices)
-    return _Attempt(layout, drafting, device_map, uses, predict(layout, drafting, machine, workload))
-
-
-def _use(device: Device, layout: Layout, draft: Layout | None, workload: Workload) -> DeviceUse:
-    key, sizes = device.key, layout.sizes
-    here = [piece for piece in sizes.pieces if layout.places[piece.name] == key]
-    caches = sizes.cache_bytes(workload)
-    runs = {layout.runs_on(piece) for piece in sizes.pieces}
-    passes = sizes.pass_bytes(workload) if key in runs else 0
-    if key == layout.main:
-        passes += max((layout.held_bytes(piece) for piece in sizes.pieces if layout.is_spilled(piece)), default=0)
-    drafts = draft is not None and draft.main == key
-    if draft is not None and drafts:
-        passes += draft.sizes.pass_bytes(workload, is_draft=True)
-    return DeviceUse(
-        label=device.label,
-        name=device.name,
-        memory=device.memory_bytes,
-        reserve=device.memory_bytes - device.usable_bytes,
-        layers=tuple(sorted({piece.layer for piece in here if piece.layer is not None})),
-        has_head=layout.places.get(sizes.head) == key,
-        weights=sum(layout.held_bytes(piece) for piece in here),
-        cache=sum(caches[layer] for layer, place in layout.layer_devices().items() if place == key),
-        passes=passes,
-        draft_weights=draft.sizes.held_bytes if draft is not None and drafts else 0,
-        draft_cache=sum(draft.sizes.cache_bytes(workload)) if draft is not None and drafts else 0,
-        target_read=round(pass_bytes_by_device(layout, workload).get(key, 0)),
-        draft_read=round(pass_bytes_by_device(draft, workload).get(key, 0)) if draft is not None else 0,
-    )
-
-
 def _plan(
-    attempt: _Attempt | None, target: ModelSizes, draft: ModelSizes | None, machine: Machine, workload: Workload
+    attempt: Attempt | None, target: ModelSizes, draft: ModelSizes | None, machine: Machine, workload: Workload
 ) -> Plan:
     if attempt is None:  # nothing could even be laid out
         keys = [device.key for device in machine.running]
-        attempt = _added_up(target, {"": keys[0]}, None, None, machine, workload)
+        attempt = added_up(target, {"": keys[0]}, None, None, machine, workload)
     read = sum(pass_bytes_by_device(attempt.layout, workload).values())
     drafting = attempt.draft
     if drafting is None and draft is not None:
-        drafting = _layout(draft, {"": attempt.layout.main})
+        drafting = layout_of(draft, {"": attempt.layout.main})
     draft_use = None
     if drafting is not None:
         draft_use = ModelUse.of(drafting.sizes, workload, sum(pass_bytes_by_device(drafting, workload).values()))
@@ -346,7 +244,7 @@ def _plan(
     return plan.noted(*_notes(attempt, plan))
 
 
-def _notes(attempt: _Attempt, plan: Plan) -> Iterator[str]:
+def _notes(attempt: Attempt, plan: Plan) -> Iterator[str]:
     layout, draft = attempt.layout, attempt.draft
     if attempt.fits and (spilled := layout.spilled_bytes):
         count = layout.spilled_layers

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import hf_specdec
-from hf_specdec.host import sizes
+from hf_specdec.host import quantized_sizes
 from tests.integration.pairs import VOCAB, llama, prompts
 
 pytestmark = [
@@ -210,6 +210,7 @@ def test_not_enough_memory_is_told_in_numbers_with_what_would_fit(home, nothing_
         ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
         ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens must be at least 1"),
         ({"num_speculative_token": 3}, ValueError, "Did you mean"),
+        ({"device": "cpu"}, ValueError, "load_pair names and places the draft itself, got device="),
     ],
 )
 def test_what_is_wrong_is_said_before_weights_are_loaded(home, nothing_loads, options, error, message):
@@ -219,7 +220,7 @@ def test_what_is_wrong_is_said_before_weights_are_loaded(home, nothing_loads, op
 
 
 def test_missing_bitsandbytes_is_said_before_weights_are_loaded(home, nothing_loads, monkeypatch):
-    monkeypatch.setattr(sizes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized_sizes.importlib.util, "find_spec", lambda name: None)
     for options in ({"quantization": "nf4"}, {"draft_quantization": "nf4"}):
         with pytest.raises(ImportError, match="needs bitsandbytes, which is not installed"):
             hf_specdec.load_pair(home / "target", home / "draft", max_length=64, **options)

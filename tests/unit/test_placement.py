@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig, MixtralConfig
 
 from hf_specdec.host.placement import find_machine, lay_out
-from hf_specdec.host.sizes import Skeleton, read_dtype, read_quantization
+from hf_specdec.host.quantized_sizes import read_quantization
+from hf_specdec.host.sizes import Skeleton, read_dtype
 from hf_specdec.placement.advice import changes_that_fit
 from hf_specdec.placement.cards import CARDS, find_card
 from hf_specdec.placement.machine import GIB, make_machine, read_bytes, read_rate

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MixtralConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_specdec.host import sizes
-from hf_specdec.host.sizes import Skeleton, read_config, read_dtype, read_quantization
+from hf_specdec.host import quantized_sizes, sizes
+from hf_specdec.host.quantized_sizes import read_quantization
+from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.sizes import Workload
 from tests.zoo import FAMILIES
 
@@ -88,7 +89,7 @@ def test_bitsandbytes_rule_is_the_quantizers(quantization, model_type, monkeypat
     family = next(family for family in FAMILIES if family.model_type == model_type)
     config = CONFIG_MAPPING[model_type](**family.options)
     asked = skeleton(config, quantization).sizes
-    monkeypatch.setattr(sizes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized_sizes.importlib.util, "find_spec", lambda name: None)
     dtype = read_dtype("auto", config, "target")
     ruled = Skeleton(config, dtype, read_quantization(quantization, dtype, must_load=False), "it").sizes
     assert ruled == asked
@@ -182,7 +183,7 @@ def test_unknown_quantization_is_named_with_the_nearest(quantization, message):
 
 
 def test_missing_bitsandbytes_is_named(monkeypatch):
-    monkeypatch.setattr(sizes.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantized_sizes.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"quantization='nf4' needs bitsandbytes, which is not installed: pip"):
         read_quantization("nf4", torch.bfloat16)
 

@@ -10,7 +10,15 @@ import hf_specdec
 from hf_specdec.report import SpeculationReport
 from tests.zoo import PAD
 
-__all__ = ["Pair", "assert_same_text", "assert_speculated", "new_tokens", "plain", "speculate"]
+__all__ = [
+    "Pair",
+    "assert_same_text",
+    "assert_speculated",
+    "first_layers_draft",
+    "new_tokens",
+    "plain",
+    "speculate",
+]
 
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 
@@ -24,6 +32,18 @@ def speculate(pair: Pair, draft_length: int = 4, **options: Any) -> tuple[Any, S
     """The same call with the flag on, and its report."""
     target, draft = pair
     with hf_specdec.enable(target, draft, num_speculative_tokens=draft_length):
+        output = target.generate(**{"do_sample": False, **options})
+        report = hf_specdec.report(target)
+    assert report is not None
+    return output, report
+
+
+def first_layers_draft(
+    pair: Pair, draft_length: int = 4, layer: int = 1, **options: Any
+) -> tuple[Any, SpeculationReport]:
+    """The same call with the target's first layers drafting, and its report; the pair's draft is left out."""
+    target, flag = pair[0], {"early_exit_layer": layer, "num_speculative_tokens": draft_length}
+    with hf_specdec.enable(target, method="early_exit", **flag):
         output = target.generate(**{"do_sample": False, **options})
         report = hf_specdec.report(target)
     assert report is not None

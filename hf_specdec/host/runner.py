@@ -4,6 +4,7 @@ Serves the target (verify passes) and the draft (draft steps, catch-up) alike. K
 takes and on which device it wants its inputs; leaves what the logits mean to the caller.
 """
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,13 @@ class ModelRunner:
         self._offsets: Tensor | None = None
         if "position_ids" in self._keywords and last_positions is not None:
             self._offsets = last_positions - (num_slots - 1)
+
+    def through(self, model: Any) -> "ModelRunner":
+        """Forwards of `model`, which has the first of this one's layers, on the same keys; they collect no outputs."""
+        other = copy.copy(self)
+        other.model = model
+        other._extra = {name: value for name, value in self._extra.items() if not name.startswith("output_")}
+        return other
 
     def forward(self, ids: Tensor, lengths: Sequence[int] | None = None, num_logits: int = 0) -> Any:
         """Run `ids` [batch, width]; row b's tokens take the slots from `lengths[b]` on (None: where the cache stands).

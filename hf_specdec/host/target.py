@@ -44,7 +44,7 @@ class TargetModel:
         self.held = cache.get_seq_length()
         self.shift = self.held - sequence.prompt_length
         self.name = type(model).__name__
-        self._padding_mask, self._extra = padding_mask, extra or {}
+        self._padding_mask, self._extra = padding_mask, extra
         self._last_positions = None if position_ids is None else position_ids[..., -1:]
         self._runner: ModelRunner | None = None
         self._valid = [self.held] * sequence.batch
@@ -77,11 +77,7 @@ class TargetModel:
     def lend(self, model: Any, sequence: Sequence) -> ModelRunner:
         """Forwards of `model`, whose layers are the target's first ones, on the target's own keys. What it writes past
         the text is written again by the next `score`, at least as far."""
-        own = self._start(sequence)
-        extra = {name: value for name, value in self._extra.items() if not name.startswith("output_")}
-        return ModelRunner(
-            model, own.cache, self._padding_mask, self._last_positions, self.held, own.max_slots, extra=extra
-        )
+        return self._start(sequence).through(model)
 
     def score(self, sequence: Sequence, draft_ids: Tensor) -> tuple[Tensor, Any]:
         """One forward over each row's last token and its draft.

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-import hf_specdec
 from hf_specdec.host import cache as cache_module
-from tests.comparison import assert_same_text, assert_speculated, plain
+from tests.comparison import assert_same_text, assert_speculated, first_layers_draft, plain
 from tests.parity.test_caches import assert_same_cache, cache_of, cache_option
 from tests.zoo import FAMILIES, pair, prompts
 
@@ -30,10 +29,7 @@ CASES = [
 
 def speculate(target, draft_length=4, layer=1, **options):
     """`target`'s call with its first layers drafting, and its report."""
-    flag = {"method": "early_exit", "early_exit_layer": layer, "num_speculative_tokens": draft_length}
-    with hf_specdec.enable(target, **flag):
-        output = target.generate(**{"do_sample": False, **options})
-        report = hf_specdec.report(target)
+    output, report = first_layers_draft((target, target), draft_length, layer, **options)
     assert report.reason is None, report.reason
     assert report.notes == []
     return output, report

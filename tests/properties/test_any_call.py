@@ -8,7 +8,7 @@ from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specdec.host.runner import cache_keyword
-from tests.comparison import assert_same_text, plain, speculate
+from tests.comparison import assert_same_text, first_layers_draft, plain, speculate
 from tests.zoo import PAD, VOCAB, pair, prompts
 
 
@@ -107,10 +107,21 @@ def observed(decode, call):
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls)
 def test_any_call_is_plains(call):
+    check_call(call, speculate)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(calls)
+def test_any_call_whose_first_layers_draft_is_plains(call):
+    check_call(call, first_layers_draft)
+
+
+def check_call(call, decode):
+    """`call`, by `decode` (pair, draft length, options), is plain's in all that can be seen of it."""
     models, reports = pair(call["name"]), []
 
     def ours(**given):
-        text, report = speculate(models, call["draft_length"], **given)
+        text, report = decode(models, call["draft_length"], **given)
         reports.append(report)
         return text
 
@@ -162,10 +173,21 @@ def chatted(decode, call):
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(chats)
 def test_any_chat_on_one_cache_is_plains(call):
+    check_chat(call, speculate)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(chats)
+def test_any_chat_whose_first_layers_draft_is_plains(call):
+    check_chat(call, first_layers_draft)
+
+
+def check_chat(call, decode):
+    """Every turn of a chat, by `decode`, is plain's."""
     models, reports = pair(call["name"]), []
 
     def ours(**given):
-        text, report = speculate(models, call["draft_length"], **given)
+        text, report = decode(models, call["draft_length"], **given)
         reports.append(report)
         return text
 

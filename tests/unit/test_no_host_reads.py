@@ -252,10 +252,12 @@ def counted_loop(monkeypatch) -> Iterator[CountReads]:
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("rule", ["greedy", *RULES])
-def test_a_step_reads_once_on_the_host(rule, implementation, is_padded, batch, monkeypatch):
-    target, draft = llama(0), llama(1)
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+def test_a_step_reads_once_on_the_host(method, rule, implementation, is_padded, batch, monkeypatch):
+    target, draft = llama(0), llama(1) if method == "draft_model" else None
     target.set_attn_implementation(implementation)
-    draft.set_attn_implementation(implementation)
+    if draft is not None:
+        draft.set_attn_implementation(implementation)
     ids, mask = prompt(batch)
     options = {"do_sample": rule != "greedy", "max_new_tokens": 16, "eos_token_id": 2, "pad_token_id": 0}
     options |= {"repetition_penalty": 1.1, "min_new_tokens": 12, "no_repeat_ngram_size": 5}
@@ -263,8 +265,8 @@ def test_a_step_reads_once_on_the_host(rule, implementation, is_padded, batch, m
         options |= {"temperature": 0.8, "top_k": 8, "top_p": 0.95, "min_p": 0.01}
     if not is_padded:
         ids, mask = ids.clamp(min=3), torch.ones_like(mask)
-    method = {} if rule == "greedy" else {"rejection_sample_method": rule}
-    with hf_specdec.enable(target, draft, **method), counted_loop(monkeypatch) as counter:
+    flag = {"method": method} if rule == "greedy" else {"method": method, "rejection_sample_method": rule}
+    with hf_specdec.enable(target, draft, **flag), counted_loop(monkeypatch) as counter:
         target.generate(ids, attention_mask=mask, **options)
         report = hf_specdec.report(target)
     assert report is not None

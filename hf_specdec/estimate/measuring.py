@@ -171,7 +171,8 @@ class _Meter:
         ids, mask = _padded(rows, self._target)
         keywords = {**self._options, "max_new_tokens": max_new_tokens, "max_time": max_time}
         flag = {"draft_lengths": list(schedule), "num_speculative_tokens": "auto", "deterministic": False}
-        known = knowledge_of(self._target, self._draft, self._flag.method, *ids.shape)
+        name = f"{self._flag.method} {self._drafter.variant(self._target, self._flag)}".strip()  # as calls have it
+        known = knowledge_of(self._target, self._draft, name, *ids.shape)
         with _lent(known, PairKnowledge(self._costs, {self._drafter.record: heard.tape})):
             output = self._target.generate(input_ids=ids, attention_mask=mask, speculative_config=flag, **keywords)
         told = report(self._target)
@@ -257,7 +258,8 @@ class _Meter:
             missing.append(
                 f"passes of {', '.join(unseen)} rows: their seconds are taken from the nearest measured ones"
             )
-        if self._costs.read.is_empty and not self._drafter.is_free and kinds:
+        reads = not (self._drafter.is_free or self._drafter.is_on_target_keys)
+        if self._costs.read.is_empty and reads and kinds:
             missing.append("the draft's prefill")
         return missing
 

@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig, LlamaForCausalLM
 import hf_specdec
 from hf_specdec.auto_length import MeasuredLength
 from hf_specdec.config import SpeculativeConfig
+from hf_specdec.estimate import run_estimate
 from hf_specdec.host import cache as cache_module
 from hf_specdec.host import early_exit, knowledge
 from hf_specdec.host.early_exit import exit_cost, exit_layer, first_layers
@@ -439,6 +440,14 @@ def test_under_auto_its_own_costs_are_measured_apart_by_depth(target, batch):
     assert {"early_exit layer 1", "early_exit layer 3"} <= known.keys()
     for name in ("early_exit layer 1", "early_exit layer 3"):
         assert known[name].costs.read.is_empty  # it never has to read
+
+
+def test_an_estimate_measures_it(target):
+    texts = {"code": [prompts()["input_ids"][0]] * 2}
+    estimate = run_estimate(target, None, texts, budget_seconds=30.0, max_new_tokens=40, **EXIT)
+    assert estimate.costs["cost_coefficient"] > 0
+    assert estimate.kinds[0].draft is not None
+    assert "the draft's prefill" not in estimate.not_measured
 
 
 @pytest.mark.usefixtures("measured")

@@ -239,7 +239,8 @@ def load_pair(
     if not plan.fits:
         raise MemoryError(plan.shortage + _advice(plan))
     for note in plan.notes:
-        logger.info("%s", note)
+        is_refused = draft is not None and plan.draft_device is None
+        logger.log(logging.WARNING if is_refused else logging.INFO, "%s", note)
     tokenizer = AutoTokenizer.from_pretrained(str(target), revision=revision, trust_remote_code=trust_remote_code)
     model = _load(wish, plan, offload_folder, model_kwargs or {})
     if model.generation_config.pad_token_id is None:  # else every call says that it takes the end-of-text token

@@ -178,6 +178,26 @@ def test_larger_draft_than_the_quantized_target_is_a_line(home, load):
     assert "is larger than the target" in str(placement)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+def test_draft_that_would_push_the_target_off_is_left_out_with_a_warning(home, load, tmp_path, caplog):
+    options = {**EXACT, "max_batch": 1}
+    whole = load(home / "target", **options)[2].plan.devices[0]
+    target, _, placement = load(
+        home / "target",
+        home / "target",
+        draft_quantization="nf4",
+        max_memory={"cpu": int(whole.needed * 1.1 / 0.9)},
+        offload_folder=tmp_path,
+        **{**options, "num_speculative_tokens": "auto"},
+    )
+    assert placement.plan.draft_device is None
+    assert placement.plan.device_map == {"": "cpu"}
+    assert placement.draft_footprint is None
+    assert "No draft: it would push" in caplog.text
+    plain, speculative, _ = texts(target)
+    assert speculative == plain
+
+
 # --- errors ---------------------------------------------------------------------------------------------------------
 
 

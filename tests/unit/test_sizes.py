@@ -111,6 +111,20 @@ def test_constants_of_four_bit_blocks_are_those_beside_the_loaded_weights(tmp_pa
         assert told.held_bytes - told.weight_bytes == held
 
 
+@pytest.mark.skipif(not HAS_BITSANDBYTES, reason="needs bitsandbytes")
+@pytest.mark.parametrize("quantization", ["nf4", "int8"])
+def test_checkpoint_that_is_quantized_already_needs_no_quantization_to_be_named(quantization, tmp_path):
+    AutoModelForCausalLM.from_config(WIDE, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    config = read_quantization(quantization, torch.bfloat16)[1]
+    made = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=config
+    )
+    made.save_pretrained(tmp_path / "quantized")
+    told = skeleton(read_config(str(tmp_path / "quantized"))).sizes
+    assert told.quantization == quantization
+    assert told.weight_bytes == pytest.approx(made.get_memory_footprint(), rel=1e-3)
+
+
 def test_output_head_embeddings_and_norms_stay_as_they_are():
     told = skeleton(WIDE, "nf4" if HAS_BITSANDBYTES else None)
     plain = {piece.name: piece for piece in told.sizes.pieces if not piece.is_quantized}

@@ -57,13 +57,8 @@ def make_plan(
     if draft is None:
         return _plan(plain, target, None, machine, workload)
     drafted = _with_draft(target, draft, machine, workload, lay_out)
-    if (
-        plain is not None
-        and plain.fits
-        and drafted is not None
-        and drafted.fits
-        and (why := _why_without(plain, drafted))
-    ):
+    why = _why_without(plain, drafted)
+    if why is not None:
         return _plan(plain, target, draft, machine, workload).noted(why)
     return _plan(drafted, target, draft, machine, workload)
 
@@ -86,9 +81,10 @@ def _with_draft(
     return max(near, key=lambda each: (-each.layout.num_running, each.is_beside_head, each.least_headroom))
 
 
-def _why_without(plain: Attempt, drafted: Attempt) -> str | None:
+def _why_without(plain: Attempt | None, drafted: Attempt | None) -> str | None:
     """Why the target is better off without the draft, or None."""
-    assert drafted.draft is not None
+    if plain is None or drafted is None or not (plain.fits and drafted.fits):
+        return None
     pushed = drafted.layout.spilled_bytes - plain.layout.spilled_bytes
     on_cpu = drafted.draft_device == "cpu" and drafted.layout.main != "cpu"
     if drafted.speed > plain.speed or not (pushed > 0 or on_cpu):
@@ -122,20 +118,17 @@ def _attempts(
     budgets = _budgets(target, draft, draft_key, machine, workload)
     whole = target.held_bytes + sum(caches)
     ran = {device.key: budgets[device.key] for device in machine.running}
-    for key, budget in ran.items():
-        if whole <= budget:
-            yield added_up(target, {"": key}, draft, draft_key, machine, workload)
+    maps: list[dict[str, Key]] = [{"": key} for key, budget in ran.items() if whole <= budget]
     if len(ran) > 1 and whole <= sum(ran.values()):
-        for is_balanced in (True, False):
-            found = lay_out(ran, caches, is_balanced=is_balanced, may_spill=False)
-            if found is not None:
-                yield added_up(target, found, draft, draft_key, machine, workload)
-    if whole <= max(ran.values()):
-        return
+        found = (lay_out(ran, caches, is_balanced=is_balanced, may_spill=False) for is_balanced in (True, False))
+        maps += [device_map for device_map in found if device_map is not None]
+    attempts = [added_up(target, device_map, draft, draft_key, machine, workload) for device_map in maps]
+    yield from attempts
+    if any(attempt.fits for attempt in attempts):
+        return  # with layers offloaded it would not be faster
     if len(machine.devices) > len(ran):
         yield from _spilling(target, draft, draft_key, machine, workload, lay_out, budgets, caches)
-    found = _overfull(ran, whole, caches, lay_out)
-    yield added_up(target, found, draft, draft_key, machine, workload)
+    yield added_up(target, _overfull(ran, whole, caches, lay_out), draft, draft_key, machine, workload)
 
 
 def _overfull(ran: Mapping[Key, int], whole: int, caches: Sequence[int], lay_out: LayOut) -> dict[str, Key]:

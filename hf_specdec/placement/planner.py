@@ -167,6 +167,8 @@ def _spilling(
         found = lay_out(room, caches, is_balanced=False, may_spill=True)
         if found is None or set(found.values()) == {"disk"}:  # nothing is left to run on
             return
+        if target.spills_plain and set(found.values()) == {"cpu", "disk"}:  # bitsandbytes would then quantize nothing
+            return
         attempt = added_up(target, found, draft, draft_key, machine, workload)
         needed = _spilled_cache(attempt.layout, caches)
         if needed <= reserved:

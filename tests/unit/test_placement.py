@@ -279,6 +279,13 @@ def test_bitsandbytes_leaves_spilled_layers_as_they_are():
     assert "unquantized, as this quantizer leaves what it offloads" in " ".join(made.notes)
 
 
+def test_bitsandbytes_target_is_not_spread_over_cpu_and_disk():
+    # transformers leaves everything on both unquantized then, also what would have fitted.
+    made = plan(machine(cpu=1.5, disk=100), of=target("nf4"), work=SHORT)
+    assert not made.fits
+    assert plan(machine(cpu=4, disk=100), of=target("nf4"), work=SHORT).device_map == {"": "cpu"}
+
+
 def test_larger_draft_than_the_quantized_target_is_a_line():
     large = draft(num_layers=24, hidden_size=2048)
     made = plan(machine(16), large, of=target("nf4"))

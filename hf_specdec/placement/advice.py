@@ -64,9 +64,11 @@ def _changes(plan: Plan, replan: Replan) -> Iterator[str]:
         found = replan(spill_to=place)
         if found is None or not found.fits:
             continue
-        if found.num_offloaded:
-            held = sum(device.weights for device in found.devices if device.label == place)
-            without = "" if found.draft_device is not None or not has_draft else ", without the draft"
+        held = sum(device.weights for device in found.devices if device.label == place)
+        without = "" if found.draft_device is not None or not has_draft else ", without the draft"
+        if held and not found.num_offloaded:
+            yield f"the whole target on {what}, which takes {gib(held)} GiB there{without}"
+        elif found.num_offloaded:
             yield f"offload of {found.num_offloaded} layers to {what}, which takes {gib(held)} GiB there{without}"
         elif found.draft_device == place:
             yield f"the draft on {what}"

@@ -122,7 +122,8 @@ class Plan:
     @property
     def num_offloaded(self) -> int:
         """Layers whose weights are copied in every pass."""
-        running = {device.label for device in self.devices if device.label.startswith("cuda")} or {"cpu"}
+        gpus = {device.label for device in self.devices if device.label.startswith("cuda") and device.weights}
+        running = gpus or {"cpu"}
         return sum(len(device.layers) for device in self.devices if device.label not in running)
 
     @property

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
-from hf_specdec.host.placement import find_machine, lay_out
+from hf_specdec.host.placement import _with_offload, find_machine, lay_out
 from hf_specdec.host.quantized_sizes import read_quantization
 from hf_specdec.host.sizes import Skeleton, read_dtype
 from hf_specdec.placement.advice import changes_that_fit
@@ -236,6 +236,13 @@ def test_draft_may_push_more_off_where_much_is_offloaded_anyway():
     assert made.speculative_tokens_per_second > 2 * made.plain_tokens_per_second
 
 
+def test_target_runs_on_the_cpu_where_the_gpu_has_room_for_the_draft_only():
+    made = plan(machine(0.6, cpu=16, bandwidths={"cpu": 40e9}), draft())
+    assert is_sound(made, drafting=draft())
+    assert made.device_map == {"": "cpu"}
+    assert made.num_offloaded == 0
+
+
 def test_layers_are_not_split_where_the_model_says_so():
     made = plan(machine(3, 6))
     assert is_sound(made)
@@ -277,6 +284,14 @@ def test_bitsandbytes_leaves_spilled_layers_as_they_are():
     plain = sum(p.plain_bytes for p in four.sizes.pieces if p.layer in layers)
     assert use(made, "cpu").weights >= plain
     assert "unquantized, as this quantizer leaves what it offloads" in " ".join(made.notes)
+
+
+def test_bitsandbytes_is_told_of_offload_in_a_copy_of_its_config():
+    pytest.importorskip("bitsandbytes")
+    config = read_quantization("nf4", read_dtype("bfloat16", LlamaConfig(), "target"))[1]
+    assert _with_offload(config, {"a": 0, "b": "cpu"}).llm_int8_enable_fp32_cpu_offload
+    assert not config.llm_int8_enable_fp32_cpu_offload
+    assert _with_offload(config, {"": "cpu"}) is _with_offload(config, {"a": 0, "b": 1}) is config
 
 
 def test_bitsandbytes_target_is_not_spread_over_cpu_and_disk():

@@ -154,9 +154,7 @@ class SpeculationCounters:
         steps = sum(self._histogram)
         accepted = sum(n * rows for n, rows in enumerate(self._histogram))
         reached = sum(self._reached_at)
-        parts_seconds = (
-            self._draft_seconds + self._verify_seconds + self._prefill_seconds + self.conversion_seconds
-        )
+        parts_seconds = self._draft_seconds + self._verify_seconds + self._prefill_seconds + self.conversion_seconds
         mean_acceptance_length = self._step_emitted / steps if steps else 1.0
         return SpeculationReport(
             method=self.method,

@@ -273,7 +273,7 @@ def _load(
         keywords["device_map"] = {"": device}
     auto = AutoModelForSeq2SeqLM if config is not None and config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        draft, found = auto.from_pretrained(
+        loaded: Any = auto.from_pretrained(
             source,
             revision=revision,
             dtype=dtype,
@@ -286,6 +286,7 @@ def _load(
         raise
     except Exception as error:
         raise _unreadable(source, error) from error
+    draft, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:  # transformers fills them with noise, which would draft in vain for ever
         raise ValueError(

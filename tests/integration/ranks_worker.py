@@ -241,6 +241,12 @@ def target_as_its_own_draft(rank):
 
 
 @case
+def targets_own_layers(rank):
+    flag = {"method": "early_exit", "num_speculative_tokens": 3}
+    return {**rank.run(flag=flag, **prompts(2)), "plain": rank.plain(**prompts(2))}
+
+
+@case
 def unknown_processor(rank):
     def halved(input_ids, scores):
         return scores / 2

@@ -158,6 +158,7 @@ def test_draft_that_one_rank_cannot_find_ends_the_call_on_all(shared):
     ("case", "reason"),
     [
         ("target_as_its_own_draft", "tensor parallel draft (rank 0 drafts alone, so the draft has to be whole there)"),
+        ("targets_own_layers", "tensor parallel draft (rank 0 drafts alone, so the draft has to be whole there)"),
         ("unknown_processor", "logits processor function is not known to be position-wise"),
         ("fallback_on_one_rank", "logits processor function is not known to be position-wise"),
     ],

@@ -5,6 +5,7 @@ learn it into a book of their own. When the seconds are spent no further call be
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from hf_specdec.costs import StepCosts
 from hf_specdec.estimate.prediction import looked_up, predict
 from hf_specdec.estimate.result import Estimate, KindEstimate, verdict_on
 from hf_specdec.host import binding
-from hf_specdec.host.draft_copy import own_copy
+from hf_specdec.host.conversions import draft_in_use
+from hf_specdec.host.draft_copy import copy_quantization, own_copy
 from hf_specdec.host.knowledge import knowledge_of
 from hf_specdec.integration import enable, report
 from hf_specdec.registry import DRAFTERS, lookup
@@ -74,6 +76,10 @@ def run_estimate(
     with torch.random.fork_rng(), enable(target, draft, **config):
         bindings = binding.bindings_of(target)
         bound = bindings[-1].draft if bindings else None
+        if flag.draft_quantization == "auto":  # what `enable` settled on is measured, and stays
+            scheduled = dataclasses.replace(flag, draft_lengths=[0])
+            in_use = copy_quantization(draft_in_use(target, bound, scheduled, flag.method, batch, 1))
+            flag = dataclasses.replace(flag, draft_quantization=in_use or "none")
         bound = None if bound is None else own_copy(bound, flag, target, is_in_code=True)
         torch.manual_seed(seed)
         meter = _Meter(target, bound, flag, batch, {**(options or {}), "max_new_tokens": max_new_tokens})
@@ -171,6 +177,7 @@ class _Meter:
         ids, mask = _padded(rows, self._target)
         keywords = {**self._options, "max_new_tokens": max_new_tokens, "max_time": max_time}
         flag = {"draft_lengths": list(schedule), "num_speculative_tokens": "auto", "deterministic": False}
+        flag["draft_quantization"] = self._flag.draft_quantization
         name = f"{self._flag.method} {self._drafter.variant(self._target, self._flag)}".strip()  # as calls have it
         known = knowledge_of(self._target, self._draft, name, *ids.shape)
         with _lent(known, PairKnowledge(self._costs, {self._drafter.record: heard.tape})):

@@ -166,6 +166,18 @@ def test_estimate_of_a_pair_has_every_part(options):
     assert json.loads(json.dumps(result.to_dict()))["kinds"][0]["draft"]["auto_length"] in range(17)
 
 
+def test_the_copy_that_calls_would_draft_with_is_measured(monkeypatch):
+    from hf_specdec.host import conversions
+
+    monkeypatch.setattr(conversions, "MIN_WEIGHTS", 0)
+    monkeypatch.setattr(conversions, "_timings", lambda draft: [conversions._Timing("int8", 1.0, 0.3, 0.1)])
+    found = estimated(*pair(0, hidden_size=64))
+    assert found.setting["flag"]["draft_quantization"] == "int8"
+    assert found.costs["draft_token_seconds"] > 0
+    assert any(note.startswith("Draft converted to int8") for note in found.notes)
+    assert {kind.kind for kind in found.kinds} == set(TEXTS)
+
+
 def test_draft_that_is_the_target_is_always_kept():
     target = llama()
     result = estimated(target, target)

@@ -7,6 +7,7 @@ original `generate()` prepares everything and calls `_sample`, whose wrap takes 
 
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
 import inspect
@@ -264,7 +265,14 @@ def _set_aside(model: Any, kwargs: dict[str, Any]) -> None:
         is_off = name in kwargs and kwargs[name] is None
         if not is_off and option(name) not in (None, False):
             names.append(name)
-            kwargs[name] = None  # a keyword beats every config, None included
+    config = kwargs.get("generation_config")
+    if names and config is not None and not any(getattr(model.generation_config, name, None) for name in names):
+        config = kwargs["generation_config"] = copy.copy(config)  # transformers warns of keywords beside a config
+        for name in names:
+            kwargs.pop(name, None)
+            setattr(config, name, None)
+    else:
+        kwargs.update(dict.fromkeys(names))  # a keyword beats every config, None included
     if names:
         logger.warning("%s set aside: speculative_config is on for this call.", ", ".join(names))
 

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers.utils import logging as transformers_logging
 
 import hf_specdec
 from hf_specdec.drafters import Draft, Drafter
@@ -336,9 +337,11 @@ def test_transformers_own_speculation_is_set_aside_with_one_warning(enabled, nam
 def test_set_aside_options_of_a_config_do_not_reach_transformers_warnings(enabled, caplog):
     target, _, plain = enabled
     config = GenerationConfig(max_new_tokens=NEW, prompt_lookup_num_tokens=3)
+    transformers_logging.warning_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="transformers"):
         assert_as_plain(target, plain, **prompts(), generation_config=config)
     assert "deprecated" not in caplog.text
+    assert config.prompt_lookup_num_tokens == 3  # the user's own
 
 
 def test_prompt_lookup_without_the_flag_is_left_alone(registered):

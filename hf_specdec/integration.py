@@ -98,6 +98,7 @@ def enable(target: Any, draft: Any = None, **config: Any) -> Handle:
         target: a loaded transformers model (or a PEFT model, compiled model or pipeline around one).
         draft: a Hub id, a folder, or a loaded PreTrainedModel with the target's tokenizer; may be `target` itself. A
             name is loaded at once: dtype="auto", on the device of the target's output head, eval mode, safetensors.
+            On a CPU a copy of it in fewer bits may be made as well, in seconds (see `draft_quantization`).
         **config: keys of `SpeculativeConfig`, e.g. ``num_speculative_tokens=5``.
 
     Returns:

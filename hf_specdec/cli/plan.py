@@ -112,13 +112,17 @@ def _gpu(text: str) -> tuple[int, str]:
     from hf_specdec.placement.cards import CARDS, find_card
     from hf_specdec.placement.machine import GIB, read_bytes
 
-    if (card := find_card(text)) is not None:
-        return int(card.gib * GIB), card.name
+    card = find_card(text)
     try:
-        return read_bytes(text), ""
+        amount = read_bytes(text)
     except ValueError:
-        listing = ", ".join(card.name for card in CARDS)
-        raise ValueError(f"{text!r} is neither an amount of memory (24GiB) nor a known card: {listing}.") from None
+        if card is None:
+            listing = ", ".join(card.name for card in CARDS)
+            raise ValueError(f"{text!r} is neither an amount of memory (24GiB) nor a known card: {listing}.") from None
+        return int(card.gib * GIB), card.name
+    if card is not None and text.strip().isdigit():  # "4090" is no number of bytes
+        return int(card.gib * GIB), card.name
+    return amount, ""
 
 
 def _rates(texts: list[str], memory: dict[Any, int]) -> dict[str, float]:

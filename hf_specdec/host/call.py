@@ -168,6 +168,7 @@ def _prepared(
     recorder: OutputRecorder,
 ) -> SpeculativeCall:
     criteria = Criteria(stopping, input_ids.device)
+    _agree(request.ranks, input_ids, criteria, generation_config)
     sequence = Sequence(input_ids, criteria.max_length)
     is_kept = recorder.returns_dict or bool(getattr(cache, "_is_user_defined", False))
     padding_mask = inputs.get("attention_mask")
@@ -200,6 +201,18 @@ def _prepared(
         coins=Coins(sequence.batch, input_ids.device, is_sampling),
         ranks=ranks,
     )
+
+
+def _agree(ranks: Ranks, input_ids: Tensor, criteria: Criteria, generation_config: Any) -> None:
+    """What every rank cuts texts by, each for itself, has to be alike on all."""
+    if ranks.size == 1:
+        return
+    places = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+    ranks.agree("prompt", [*input_ids.shape, int((input_ids.flatten() * places).sum())])
+    ranks.agree("max_length", [-1 if criteria.max_length is None else criteria.max_length])
+    ranks.agree("set of ids that end a text", [] if criteria.eos_ids is None else criteria.eos_ids.tolist())
+    ranks.agree("choice of stop strings", [int(criteria.has_stop_strings), int(criteria.pads_finished_rows)])
+    ranks.agree("do_sample", [int(bool(generation_config.do_sample))])
 
 
 def _planner(request: Request, drafter: Drafter, batch: int, length: int, is_sampling: bool) -> Planner:

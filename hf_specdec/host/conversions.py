@@ -3,7 +3,7 @@
 What layers in fewer bits cost here is timed on some of the draft's own. Where that is much less, the copy is made when
 the draft is bound or loaded (`settle`); else at the beginning of a call, once it has earned its making (`conversion`).
 Only for drafts on the CPU, where kernels differ that much, and only where K follows measurement too. A copy that turns
-out slower is given up for good.
+out slower than the draft was is given up for good; one that was made before the draft itself was ever timed stays.
 
 Kept weakly by target and draft.
 """
@@ -18,7 +18,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -28,13 +27,14 @@ from hf_specdec.host.draft_copy import forget_copy, own_copy, why_unconvertible
 from hf_specdec.host.families import weights_key
 from hf_specdec.host.knowledge import known_of
 from hf_specdec.host.linears import bytes_per_weight, converted, is_linear, why_slow
+from hf_specdec.host.memory import available_memory
 from hf_specdec.speed_model import PairKnowledge
 
 __all__ = ["draft_in_use", "settle"]
 
 MIN_WEIGHTS = 16_000_000
 """Weights in linear layers below which a pass is not a matter of bytes."""
-SAMPLE_WEIGHTS = 24_000_000
+SAMPLE_WEIGHTS = 16_000_000
 """Weights that are converted to find the price: more than caches keep."""
 GUESSED_SHARE = 0.4
 """What a pass in fewer bits may come to at best; before that pays, not even the price is asked."""
@@ -45,7 +45,7 @@ SURE_SHARE = 0.75
 ALIKE = 1.1
 """8 bits, which keep more tokens, may cost this much more than 4."""
 CACHE_FLOATS = 24_000_000
-TIMED_PASSES = 5
+TIMED_PASSES = 3
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _earned(choice: _Choice, draft: Any, knowledge: PairKnowledge, batch: int) -
 def _affordable(choice: _Choice, draft: Any, quantization: str) -> str | None:
     """`quantization`, if there is memory for the copy and as much again; else None, for good."""
     weights = sum(_num_weights(module) for module in draft.modules() if is_linear(module))
-    if 2 * weights * bytes_per_weight(quantization) > psutil.virtual_memory().available:
+    if 2 * weights * bytes_per_weight(quantization) > available_memory():
         choice.is_settled = True
         return None
     return quantization

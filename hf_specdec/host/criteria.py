@@ -66,6 +66,11 @@ class Criteria:
             criterion(ids[:, :-1], None)
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether a criterion looks for strings."""
+        return bool(self._stop_strings)
+
+    @property
     def has_timers(self) -> bool:
         """Whether a criterion looks at the clock."""
         return bool(self._timers)

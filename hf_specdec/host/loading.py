@@ -78,7 +78,7 @@ def load_draft(
     device = _head_device(target) if device is None else _read_device(device)
     options = _read_quantization(quantization)
     source = source_in_data(model, target) if named_in_data else source_in_code(model)
-    where = str(device), json.dumps(options, sort_keys=True, default=str)
+    where = str(device), json.dumps(options, sort_keys=True, default=str), _stamp(source)
     asked = (source, revision, dtype, *where, named_in_data)  # what data may name is checked for its own sake
     with _lock:
         held = _held(asked, device)
@@ -94,6 +94,14 @@ def load_draft(
             draft = _load(source, config, revision, dtype, device, options)
         _loaded[asked] = _loaded[meant] = draft
         return draft
+
+
+def _stamp(source: str) -> tuple:
+    """Changes when the files of a folder do: a draft that was trained on and saved again is another one."""
+    if not Path(source).is_dir():
+        return ()
+    files = [file for pattern in ("*.json", "*.safetensors") for file in Path(source).glob(pattern)]
+    return tuple(sorted((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
 
 
 def _held(key: tuple, device: torch.device) -> PreTrainedModel | None:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from accelerate import infer_auto_device_map
 from accelerate.utils import compute_module_sizes, get_balanced_memory
 from accelerate.utils.modeling import get_max_layer_size
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_specdec.host.memory import available_memory
 from hf_specdec.host.sizes import Skeleton
 from hf_specdec.placement.machine import Key, Machine, make_machine, read_bytes
 
@@ -53,7 +53,7 @@ def find_machine(
         unused = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
         free[index] = torch.cuda.mem_get_info(index)[0] + unused
         names[index] = torch.cuda.get_device_name(index)
-    free["cpu"] = psutil.virtual_memory().available
+    free["cpu"] = available_memory()
     if offload_folder is not None:
         existing = next(
             each

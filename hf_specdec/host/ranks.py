@@ -52,6 +52,13 @@ class Ranks:
         """The text of the first rank that has one."""
         return text
 
+    def agree(self, what: str, values: list[int]) -> None:
+        """Raise where the call is another one than the leader's.
+
+        Raises:
+            ValueError: `values` are not the leader's; the message says of `what`.
+        """
+
     def meet(self) -> None:
         """Go on only if all ranks do."""
 
@@ -104,6 +111,11 @@ class Group(Ranks):
         if not any(self.any_of(text is not None)):
             return None
         return next(each for each in self._texts(text) if each is not None)
+
+    def agree(self, what: str, values: list[int]) -> None:
+        """See `Ranks.agree`."""
+        if self.read(torch.tensor([values]))[0] != values:
+            raise ValueError(f"Rank {self.rank} was called with another {what} than rank 0, whose target it shares.")
 
     def meet(self) -> None:
         """See `Ranks.meet`."""

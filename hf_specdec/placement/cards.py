@@ -51,15 +51,27 @@ CARDS = (
 )
 
 
+OTHER_CARDS = frozenset({"laptop", "mobile", "max"})
+"""Words of cards that share a desktop card's name and have less of everything ("Max-Q")."""
+SHARED_WORDS = frozenset({"rtx", "pcie", "ada"})
+
+
 def find_card(name: str) -> Card | None:
     """The known card that `name` means ("RTX 4090", "4090", "NVIDIA A100-SXM4-80GB"), None if there is none."""
     words = _words(name)
+    if words & OTHER_CARDS:
+        return None
     # The most specific first: "A100 80GB" before "A100 40GB" has no say, "V100 32GB" before "V100".
     fitting = [card for card in CARDS if _words(card.name) <= words]
     if fitting:
         return max(fitting, key=lambda card: len(_words(card.name)))
-    short = [card for card in CARDS if words and words <= _words(card.name)]
+    short = [card for card in CARDS if words & _models(card) and words <= _words(card.name)]
     return short[0] if short else None
+
+
+def _models(card: Card) -> set[str]:
+    """Words of its name that no amount of memory and no family of cards goes by."""
+    return {word for word in _words(card.name) - SHARED_WORDS if not re.fullmatch(r"\d+gb", word)}
 
 
 def _words(name: str) -> set[str]:

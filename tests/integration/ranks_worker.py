@@ -220,6 +220,22 @@ def streamer_raises(rank):
 
 
 @case
+def calls_that_differ(rank):
+    """What is cut on the device has to be alike everywhere: anything else would wait for ever, or end apart."""
+    mine = [{"max_new_tokens": 10 + 10 * rank.number}, {"do_sample": rank.number == 1}]
+    mine += [{"eos_token_id": [5 + rank.number]}, {} if rank.number else {"eos_token_id": 5}]
+    found = []
+    for options in mine:
+        try:
+            rank.run(**{**prompts(2), **options})
+            error = None
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found.append({"error": error, **rank.run(**prompts(2)), "plain": rank.plain(**prompts(2))})
+    return found
+
+
+@case
 def draft_missing_on_one_rank(rank):
     name = str(rank.folder / ("draft" if rank.number == 0 else "nowhere"))
     error = None

@@ -131,10 +131,7 @@ def test_a_copy_that_turns_out_slower_is_given_up_for_good(converts, monkeypatch
 
 
 def test_no_copy_is_made_where_memory_is_short(converts, monkeypatch):
-    class Memory:
-        available = 1000
-
-    monkeypatch.setattr(conversions.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(conversions, "available_memory", lambda: 1000)
     target, draft = wide_pair()
     with hf_specdec.enable(target, draft):
         assert quantizations(target, prompts(1, 8)) == [None] * CALLS

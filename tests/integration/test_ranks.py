@@ -147,6 +147,16 @@ def test_what_one_rank_raises_ends_the_call_on_all_and_the_next_call_is_well(sha
             assert result["reason"] is None
 
 
+def test_calls_that_differ_end_on_all_ranks_and_the_next_call_is_well(shared):
+    whats = ["max_length", "do_sample", "set of ids that end a text", "set of ids that end a text"]
+    for (first, second), what in zip(both(shared["calls_that_differ"]), whats, strict=True):
+        assert second["error"] == (
+            f"ValueError: Rank 1 was called with another {what} than rank 0, whose target it shares."
+        )
+        assert first["error"].startswith("RankError: Rank 1 of the 2 that share the target raised ValueError: Rank 1 ")
+        assert first["ids"] == second["ids"] == first["plain"]
+
+
 def test_draft_that_one_rank_cannot_find_ends_the_call_on_all(shared):
     first, second = shared["draft_missing_on_one_rank"]
     assert second["error"].startswith("ValueError: The draft ")

@@ -69,6 +69,17 @@ def test_one_draft_is_one_however_it_is_asked_for(home, target):
     assert load_draft("draft", target=target, named_in_data=True) is first
 
 
+def test_a_draft_that_was_saved_again_is_loaded_anew(home, target):
+    first = load_draft(str(home / "draft"), target=target)
+    other = tiny(torch.bfloat16)
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    other.save_pretrained(home / "draft")
+    second = load_draft(str(home / "draft"), target=target)
+    assert second is not first
+    assert torch.equal(second.lm_head.weight, other.lm_head.weight)
+
+
 def test_a_draft_that_was_moved_is_loaded_anew_and_not_moved_back(home, target):
     first = load_draft(str(home / "draft"), target=target)
     first.to("meta")

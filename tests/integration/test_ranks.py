@@ -23,6 +23,7 @@ NOTE = "The target is shared by 2 ranks: the first one drafts and decides."
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not distributed.is_available(), reason="torch was built without distributed"),
     pytest.mark.skipif(sys.platform != "linux", reason="the launchers are tried on Linux"),
 ]

@@ -110,6 +110,7 @@ def test_any_call_is_plains(call):
     check_call(call, speculate)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(calls)
 def test_any_call_whose_first_layers_draft_is_plains(call):
@@ -176,6 +177,7 @@ def test_any_chat_on_one_cache_is_plains(call):
     check_chat(call, speculate)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(chats)
 def test_any_chat_whose_first_layers_draft_is_plains(call):

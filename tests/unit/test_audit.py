@@ -78,7 +78,7 @@ def test_true_pair_exits_0_whatever_the_seed(folders, seed):
         assert 0.2 < data["checks"][0]["facts"]["acceptance_rate"] < 0.8
 
 
-@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("rule", [pytest.param("standard", marks=pytest.mark.slow), "block"])
 @pytest.mark.parametrize("control", CONTROLS)
 def test_both_rules_pass_and_every_control_is_caught(rule, control):
     result = audited(*pair(), rejection_sample_method=rule, control=control, num_samples=1024)
@@ -86,6 +86,7 @@ def test_both_rules_pass_and_every_control_is_caught(rule, control):
     assert result.check("negative control").facts["control"] == control
 
 
+@pytest.mark.slow
 def test_audit_leaves_nothing_behind():
     target, draft = pair()
     verifiers, config = dict(VERIFIERS), target.generation_config.to_dict()
@@ -100,6 +101,7 @@ def test_audit_leaves_nothing_behind():
     assert "_get_logits_processor" not in vars(target)
 
 
+@pytest.mark.slow
 def test_pair_with_other_vocabulary_sizes_and_an_end_of_text_passes():
     target, draft = llama(vocab_size=48), llama(vocab_size=44)
     with torch.no_grad():
@@ -112,6 +114,7 @@ def test_pair_with_other_vocabulary_sizes_and_an_end_of_text_passes():
     assert result.check("vocabulary").facts["shared_size"] == 44
 
 
+@pytest.mark.slow
 def test_bfloat16_pair_passes_and_margins_are_within_rounding():
     target, draft = pair()
     result = audited(target.to(torch.bfloat16), draft.to(torch.bfloat16), max_new_tokens=48)
@@ -173,6 +176,7 @@ def rigged():
     VERIFIERS.pop(RIGGED, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [GreedyDrafter, SharperDrafter])
 def test_drafter_whose_q_is_not_what_it_drew_from_exits_1(drafter, folders, rigged):
     rigged(DRAFTERS, drafter)
@@ -195,17 +199,20 @@ def test_wrong_verifier_exits_1(name, folders, rigged):
     assert "sampled law" in done.stdout
 
 
+@pytest.mark.slow
 def test_verifier_that_refuses_a_token_with_p_equal_q_fails_the_zero_residual_probe(rigged):
     rigged(VERIFIERS, RefusesAlmostOne)
     assert "zero residual" in failed(audited(*pair(), rejection_sample_method=RIGGED))
 
 
+@pytest.mark.slow
 def test_drafter_of_foreign_ids_fails_the_vocabulary_probe(rigged):
     rigged(DRAFTERS, ForeignDrafter)
     draft = llama(vocab_size=VOCAB - 4)
     assert "vocabulary" in failed(audited(llama(), draft, method=RIGGED))
 
 
+@pytest.mark.slow
 def test_drafter_with_randomness_of_its_own_fails_the_replay(rigged):
     rigged(DRAFTERS, Forgetful)
     result = audited(llama(), None, method=RIGGED)

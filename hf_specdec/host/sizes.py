@@ -188,14 +188,16 @@ class Skeleton:
             windows=tuple(window for _, window in cached),
             head=names[id(embedding if is_tied or head is None else head)],
             hidden_size=text.hidden_size,
-            intermediate_size=_intermediate(text),
+            intermediate_size=_dense_width(text),
             vocab_size=text.vocab_size,
             element_bytes=dtype.itemsize,
             largest_quantized=max((plain[full][0] for full in quantized if full in plain), default=0),
             dtype=str(dtype).removeprefix("torch."),
             quantization=method,
             spills_plain=is_bitsandbytes(quantizer_config),
-            expert_fan=chosen if experts else 1,
+            expert_fan=chosen,
+            expert_size=_width(text, _EXPERT_WIDTHS) if experts else 0,
+            eager_heads=text.num_attention_heads if _is_eager(self.model) else 0,
         )
 
 
@@ -232,9 +234,32 @@ def _experts(text: Any) -> tuple[int, int]:
     return (experts, getattr(text, "num_experts_per_tok", None) or experts) if experts else (0, 0)
 
 
-def _intermediate(text: Any) -> int:
-    names = ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
-    return next((size for name in names if isinstance(size := getattr(text, name, None), int)), 4 * text.hidden_size)
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_EXPERT_WIDTHS = ("moe_intermediate_size", *_WIDTHS)
+
+
+def _width(text: Any, names: Sequence[str]) -> int:
+    """The first of `names` that the config has, the largest where it lists one for each layer."""
+    for name in names:
+        size = getattr(text, name, None)
+        if isinstance(size, (list, tuple)) and size:
+            size = max(size)
+        if isinstance(size, int) and size:
+            return size
+    return 4 * text.hidden_size
+
+
+def _dense_width(text: Any) -> int:
+    """Of the widest MLP that all tokens go through: dense layers beside layers of experts, shared experts."""
+    shared = getattr(text, "shared_expert_intermediate_size", None) or 0
+    together = (getattr(text, "n_shared_experts", None) or 0) * (getattr(text, "moe_intermediate_size", None) or 0)
+    return max(_width(text, _WIDTHS), shared, together)
+
+
+def _is_eager(model: Any) -> bool:
+    """Whether transformers will write attention's scores out: it was asked to, or the model knows nothing else."""
+    text = model.config.get_text_config()
+    return "eager" in (getattr(each, "_attn_implementation", None) for each in (model.config, text))
 
 
 def _products(

@@ -12,8 +12,18 @@ CACHE_GROWTH = 1.5
 """A full cache buffer grows by half of what it holds (`host.cache`)."""
 MIN_GROWTH = 256
 """… or by this many slots."""
+MOST_TOKENS = 1 << 40
+"""Of all rows together; more would be bytes that no tensor can have."""
 PROB_COPIES = 4
 """Float32 rows of a verify pass beside its logits: upcast, processed, probabilities, residual."""
+
+MLP_WIDTHS = 4
+"""Intermediate activations of a row that live at once, in a dense MLP or in each of its experts."""
+ROUTED_STATES = 4
+"""Hidden states of a row that live at once for each of its experts, when their results are added up."""
+OTHER_STATES = 7
+"""Hidden states of a row that live beside these, or at once in attention. All three by measured peaks of prefills of
+llama, gpt2, gemma2 and four kinds of experts under transformers 5.24 (`tests/unit/test_pass_bytes.py`)."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,16 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "draft_length"):
-            if (value := getattr(self, name)) < 1:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer of at least 1, got {value!r}.")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.max_batch * (self.max_length + self.draft_length) > MOST_TOKENS:
+            raise ValueError(
+                f"max_batch={self.max_batch} rows of max_length={self.max_length} are more than {MOST_TOKENS:.2g} "
+                "tokens, which no machine has room for."
+            )
         if not 0 <= self.acceptance_rate <= 1:
             raise ValueError(f"acceptance_rate must be between 0 and 1, got {self.acceptance_rate}.")
 
@@ -92,12 +110,13 @@ class ModelSizes:
         slot_bytes: by layer, keys and values of one token.
         windows: by layer, tokens that it can look back on, None for all.
         head: name of the module whose output are the logits.
-        hidden_size, intermediate_size, vocab_size: widths of activations.
+        hidden_size, intermediate_size, vocab_size: widths of activations, the second of the widest dense MLP.
         element_bytes: of an activation.
         largest_quantized: elements of the largest quantized weight, which kernels for many rows write out in full.
         dtype, quantization: for people.
         spills_plain: whether modules that are offloaded stay unquantized.
-        expert_fan: intermediate widths that a row passes through at once (experts per token), else 1.
+        expert_fan, expert_size: experts that a row goes through at once, and their intermediate width, or 0.
+        eager_heads: heads whose score matrices are written out in full; 0 where attention is fused.
     """
 
     name: str
@@ -113,7 +132,9 @@ class ModelSizes:
     dtype: str = ""
     quantization: str | None = None
     spills_plain: bool = False
-    expert_fan: int = 1
+    expert_fan: int = 0
+    expert_size: int = 0
+    eager_heads: int = 0
     num_layers: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -146,14 +167,24 @@ class ModelSizes:
         """What a pass needs beside weights and cache: the larger of prefill and verify pass, and one weight written out
         in full."""
         e, tokens = self.element_bytes, workload.max_batch * workload.max_length
-        wide = 3 * self.intermediate_size * self.expert_fan + 6 * self.hidden_size
+        routed = max(MLP_WIDTHS * self.expert_size + self.hidden_size, ROUTED_STATES * self.hidden_size)
+        wide = max(MLP_WIDTHS * self.intermediate_size, self.expert_fan * routed) + OTHER_STATES * self.hidden_size
         if is_draft:  # keeps the K rows of q that its tokens were drawn from
             rows, copies = workload.max_batch, 2 + workload.draft_length
         else:
             rows, copies = workload.rows, PROB_COPIES
-        verify = rows * (self.vocab_size * (e + 4 * copies) + wide * e)
-        prefill = tokens * wide * e + workload.max_batch * self.vocab_size * (e + 4)
+        seen = self._score_bytes * workload.max_length  # of one row against the whole text
+        verify = rows * (self.vocab_size * (e + 4 * copies) + wide * e + seen)
+        prefill = tokens * (wide * e + seen) + workload.max_batch * self.vocab_size * (e + 4)
         return max(verify, prefill) + self.largest_quantized * e
+
+    @property
+    def _score_bytes(self) -> int:
+        """Of one row's scores for one token that it looks back on, masks included; 0 where attention is fused."""
+        e = self.element_bytes
+        upcast = 4 if e < 4 else 0
+        masks = len(set(self.windows)) * e
+        return self.eager_heads * (e + 4 + upcast) + masks if self.eager_heads else 0
 
 
 def _slots(workload: Workload, window: int | None) -> int:

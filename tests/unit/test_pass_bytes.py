@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     Qwen2MoeConfig,
@@ -31,8 +32,13 @@ SHARED = {
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4}
 CONFIGS = {
     "llama": LlamaConfig(**SHARED, intermediate_size=384),
+    "llama, eager": LlamaConfig(**SHARED, intermediate_size=384, attn_implementation="eager"),
+    "narrow llama": LlamaConfig(**SHARED, intermediate_size=64),
+    "gpt2": GPT2Config(n_layer=2, n_head=4, n_embd=128, vocab_size=300, n_positions=4096),
     "mixtral": MixtralConfig(**SHARED, intermediate_size=384, num_local_experts=8, num_experts_per_tok=2),
-    "wide shared expert": Qwen2MoeConfig(**SHARED, **EXPERTS, intermediate_size=384, shared_expert_intermediate_size=1024),
+    "wide shared expert": Qwen2MoeConfig(
+        **SHARED, **EXPERTS, intermediate_size=384, shared_expert_intermediate_size=1024
+    ),
     "small experts": Qwen3MoeConfig(**SHARED, **EXPERTS, intermediate_size=64, head_dim=32),
     "dense first layer": DeepseekV3Config(
         **{**SHARED, "num_key_value_heads": 4},
@@ -54,11 +60,13 @@ CONFIGS = {
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes that tensors made under it held at once."""
+    """The most bytes that tensors made under it held at once, views of the model's weights apart."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
-        self.live, self.now, self.most = {}, 0, 0
+        weights = [*model.parameters(), *model.buffers()]
+        self.live = {weight.untyped_storage()._cdata: 0 for weight in weights}
+        self.now = self.most = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
@@ -82,17 +90,9 @@ def test_a_prefill_takes_what_was_reserved(name, dtype):
     told = Skeleton(CONFIGS[name], dtype, name=name).sizes
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval()
     ids = torch.randint(5, 300, (1, LENGTH), generator=torch.Generator().manual_seed(0))
-    peak = Peak()
+    peak = Peak(model)
     with torch.no_grad(), peak:
         held = model(ids, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in held.past_key_values.layers)
     taken, reserved = peak.most - cache, told.pass_bytes(Workload(1, LENGTH, draft_length=1))
-    assert taken <= reserved <= 2 * taken, (taken, reserved, reserved / taken)
-
-
-def test_eager_attention_is_counted_where_it_is_asked_for():
-    fused = Skeleton(CONFIGS["llama"], torch.float32).sizes
-    asked = LlamaConfig(**SHARED, intermediate_size=384, attn_implementation="eager")
-    eager = Skeleton(asked, torch.float32).sizes
-    long = Workload(1, 8192)
-    assert eager.pass_bytes(long) - fused.pass_bytes(long) >= 4 * 8192 * 8192 * 8
+    assert taken <= reserved <= 1.5 * taken, (taken, reserved, reserved / taken)

@@ -458,6 +458,9 @@ def test_bandwidth_is_read():
         ("Tesla V100-SXM2-32GB", "V100 32GB"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
         ("24GiB", None),
+        ("80GB", None),
+        ("RTX", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("GeForce GTX 1080", None),
     ],
 )

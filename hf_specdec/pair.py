@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from hf_specdec import integration
 from hf_specdec.config import normalise
 from hf_specdec.host.placement import find_machine, lay_out, load_target
-from hf_specdec.host.quantized_sizes import read_quantization
+from hf_specdec.host.plannable import check_has_weights, check_plannable
+from hf_specdec.host.quantized_sizes import QUANTIZATIONS, nearest, read_quantization
 from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.advice import PLENTY, changes_that_fit
 from hf_specdec.placement.machine import Key, Machine, make_machine
@@ -27,10 +28,9 @@ from hf_specdec.placement.plan import Plan
 from hf_specdec.placement.planner import make_plan
 from hf_specdec.placement.sizes import Workload
 from hf_specdec.placement.table import facts, table
+from hf_specdec.vocabulary import check_vocabularies
 
 logger = logging.getLogger("hf_specdec")
-
-DRAFT_QUANTIZATIONS = (None, "nf4", "fp4", "int8")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,11 @@ class _Wish:
     def skeletons(self) -> tuple[Skeleton, Skeleton | None]:
         """Both models on the meta device."""
         config = read_config(self.target, self.revision, self.trust_remote_code)
+        check_plannable(config, "target", self.target)
         draft_config = None if self.draft is None else read_config(self.draft, self.draft_revision)
+        if draft_config is not None:
+            check_plannable(draft_config, "draft", str(self.draft))
+            check_vocabularies(_vocab_size(config), _vocab_size(draft_config))
         dtype = read_dtype(self.dtype, config, "target")
         chosen = read_quantization(self.quantization, dtype, must_load=self.must_load)
         draft = None
@@ -96,6 +100,10 @@ class _Wish:
             drafted = read_quantization(self.draft_quantization, draft_dtype, must_load=self.must_load)
             draft = Skeleton(draft_config, draft_dtype, drafted, _short(self.draft))
         return Skeleton(config, dtype, chosen, _short(self.target), self.trust_remote_code), draft
+
+
+def _vocab_size(config: Any) -> int:
+    return int(config.get_text_config(decoder=True).vocab_size)
 
 
 def _short(source: str | None) -> str:
@@ -122,8 +130,10 @@ def plan_pair(
             `load_pair` has them.
 
     Raises:
-        ValueError: a config that is not there, an unknown name.
+        TypeError: a target or draft that is no name.
+        ValueError: a config that is not there or no decoder-only causal LM, an unknown name, other vocabularies.
     """
+    _check_sources(target, draft)
     asked = _Wish(str(target), None if draft is None else str(draft), **wish)
     return _planned(asked, machine or find_machine(), workload or Workload(), has_advice)
 
@@ -183,7 +193,7 @@ def load_pair(
     draft_quantization: str | None = None,
     max_batch: int = 1,
     max_length: int = 8192,
-    max_memory: Mapping[Any, str | int] | None = None,
+    max_memory: Mapping[Any, str | int | float] | None = None,
     offload_folder: str | Path | None = None,
     headroom: float | None = None,
     revision: str | None = None,
@@ -197,7 +207,8 @@ def load_pair(
     Args:
         target: Hub id or folder of the model that verifies.
         draft: Hub id or folder of a small model with the same tokenizer; None: look-ups draft.
-        quantization: of the target: None, "nf4", "fp4", "int8", or a quantization config of transformers.
+        quantization: of the target: None, "nf4", "fp4", "int8", keywords of `BitsAndBytesConfig` as a dict, or a quantization
+            config of transformers.
         dtype: of the target's weights that are not quantized; "auto" is the checkpoint's.
         draft_dtype: of the draft; float16 becomes bfloat16 where there is no GPU.
         draft_quantization: of the draft: None, "nf4", "fp4" or "int8".
@@ -217,10 +228,17 @@ def load_pair(
 
     Raises:
         MemoryError: it does not fit; with the numbers, and what would fit.
-        ValueError: an unknown quantization, dtype or key, a device that does not exist, a checkpoint without config.
+        TypeError: an argument of another type.
+        ValueError: an unknown quantization, dtype or key, a device that does not exist, a checkpoint without config or
+            weights or of another kind of model, vocabularies that differ.
         ImportError: bitsandbytes is needed and missing. All of these before any weight is loaded.
     """
+    _check_sources(target, draft)
     length = _checked(speculative, draft_quantization)
+    if max_memory is not None and not isinstance(max_memory, Mapping):
+        raise TypeError(
+            f"max_memory must be a dict by device, such as {{0: '20GiB', 'cpu': '60GiB'}}, got {max_memory!r}."
+        )
     workload = Workload(max_batch, max_length, **({} if length is None else {"draft_length": length}))
     machine = find_machine(max_memory, offload_folder, headroom)
     wish = _Wish(
@@ -236,6 +254,9 @@ def load_pair(
         must_load=True,
     )
     plan = _planned(wish, machine, workload)
+    check_has_weights(wish.target, "target", model_kwargs)
+    if wish.draft is not None:
+        check_has_weights(wish.draft, "draft")
     if not plan.fits:
         raise MemoryError(plan.shortage + _advice(plan))
     for note in plan.notes:
@@ -250,15 +271,25 @@ def load_pair(
     return model, tokenizer, Placement(plan, model.get_memory_footprint(), _footprint(model), handle)
 
 
+def _check_sources(target: Any, draft: Any) -> None:
+    """Raise TypeError for what is no Hub id or folder."""
+    for what, source in (("target", target), ("draft", draft)):
+        if not isinstance(source, (str, Path)) and not (what == "draft" and source is None):
+            raise TypeError(
+                f"{what} must be a Hub id or a folder, got {type(source).__name__}. For loaded models: "
+                "hf_specdec.enable(target, draft)."
+            )
+
+
 def _checked(speculative: Mapping[str, Any], draft_quantization: str | None) -> int | None:
     """K, if `speculative` orders one.
 
     Raises:
         TypeError, ValueError: a wrong key or value, or one that would place the draft elsewhere.
     """
-    if draft_quantization not in DRAFT_QUANTIZATIONS:
-        listing = ", ".join(map(repr, DRAFT_QUANTIZATIONS[1:]))
-        raise ValueError(f"Unknown draft_quantization {draft_quantization!r}. Available: {listing}, or None.")
+    if draft_quantization is not None and draft_quantization not in QUANTIZATIONS:
+        hint, listing = nearest(draft_quantization, QUANTIZATIONS), ", ".join(map(repr, QUANTIZATIONS))
+        raise ValueError(f"Unknown draft_quantization {draft_quantization!r}.{hint} Available: {listing}, or None.")
     if own := [key for key in ("model", "device") if key in speculative]:
         raise ValueError(f"load_pair names and places the draft itself, got {own[0]}=…. Pass draft=… and max_memory=….")
     flag = normalise(dict(speculative)) if speculative else {}

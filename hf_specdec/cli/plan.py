@@ -69,14 +69,23 @@ def plan(
             draft_dtype=draft_dtype,
             draft_quantization=draft_quantization,
         )
-    except (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
-        fail(error)
+    except Exception as error:  # a config that nobody foresaw included
+        fail(_in_one_line(error))
         raise typer.Exit(ERROR_STATUS) from error
     if is_json:
         print(json.dumps({"target": target, "draft": draft, "plan": made.to_dict()}, ensure_ascii=False))
     else:
         _show(Console(width=None if sys.stdout.isatty() else 120), made)
     raise typer.Exit(0 if made.fits else 1)
+
+
+def _in_one_line(error: Exception) -> Exception:
+    """`error` where its message says what to do; else its kind and the first line of it."""
+    message = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+    is_ours = isinstance(error, (ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError))
+    if is_ours and " " in message and "\n" not in message:
+        return error
+    return ValueError(f"This cannot be planned: {type(error).__name__}: {message.partition(chr(10))[0][:250]}")
 
 
 def _machine(

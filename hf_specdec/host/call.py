@@ -24,7 +24,7 @@ from hf_specdec.host.adapters import in_turn
 from hf_specdec.host.binding import draft_memories
 from hf_specdec.host.conversions import draft_in_use
 from hf_specdec.host.criteria import Criteria
-from hf_specdec.host.draft_copy import copy_facts, copy_quantization
+from hf_specdec.host.draft_copy import copy_facts, copy_quantization, made_copies
 from hf_specdec.host.draft_model import DraftMemory, output_vocab_size
 from hf_specdec.host.emission import Emission
 from hf_specdec.host.knowledge import cost_coefficient, knowledge_of
@@ -250,9 +250,11 @@ def _cost_guess(request: Request) -> float:
 def choose_copy(request: Request, input_ids: Tensor) -> None:
     """Put the copy of the draft in its place that pays, if one does, and note what drafts."""
     (batch, length), counters = input_ids.shape, request.counters
-    started = time.perf_counter()
-    request.draft = draft_in_use(request.model, request.draft, request.config, request.method, batch, length)
-    counters.conversion_seconds = time.perf_counter() - started
+    draft, started = request.draft, time.perf_counter()
+    before = made_copies(draft)
+    request.draft = draft_in_use(request.model, draft, request.config, request.method, batch, length)
+    seconds = time.perf_counter() - started
+    counters.conversion_seconds = seconds if made_copies(draft) - before else 0.0
     counters.draft_quantization = copy_quantization(request.draft)
 
 

@@ -30,7 +30,7 @@ from hf_specdec.host.loading import find_tokenizer
 from hf_specdec.host.sources import counts_in_code, counts_in_data
 from hf_specdec.token_counts import read_token_counts, short_list
 
-__all__ = ["copy_facts", "copy_quantization", "forget_copy", "kept_ids", "original", "own_copy", "why_unconvertible"]
+__all__ = ["copy_facts", "copy_quantization", "forget_copy", "kept_ids", "made_copies", "original", "own_copy", "why_unconvertible"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,13 @@ def own_copy(draft: Any, config: SpeculativeConfig, target: Any, is_in_code: boo
             needs_none = quantization is None and kept is None
             held = copies[key] = _Copy(None if needs_none else _made(draft, quantization, kept), weights)
         return draft if held.model is None else held.model
+
+
+def made_copies(draft: Any) -> frozenset[int]:
+    """Which copies of `draft` there are, by what only the same ones share."""
+    with _LOCK:
+        copies = {} if draft is None else _COPIES.get(draft, {})
+        return frozenset(id(held) for held in copies.values() if held.model is not None)
 
 
 def forget_copy(draft: Any, quantization: str) -> None:

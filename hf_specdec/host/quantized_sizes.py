@@ -4,14 +4,14 @@ For bitsandbytes its rule is followed where that package is missing: planning ne
 transformers 5.17 to 5.24 and bitsandbytes 0.50.
 """
 
-__all__ = ["CONSTANTS", "called", "filler", "is_bitsandbytes", "quantize", "read_quantization"]
+__all__ = ["CONSTANTS", "QUANTIZATIONS", "called", "filler", "is_bitsandbytes", "nearest", "quantize", "read_quantization"]
 
 import copy
 import difflib
 import importlib.util
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,12 +42,13 @@ def read_quantization(quantization: Any, dtype: torch.dtype, *, must_load: bool 
     """What to call `quantization`, and the config that ``from_pretrained`` takes.
 
     Args:
-        quantization: None, "nf4", "fp4", "int8", a config of transformers, or one as a dict with "quant_method".
+        quantization: None, "nf4", "fp4", "int8", a config of transformers, or one as a dict: with "quant_method", or
+            keywords of `BitsAndBytesConfig`.
         dtype: in which 4-bit weights compute, unless a config says otherwise.
         must_load: whether bitsandbytes has to be installed for the names that need it; sizes can be told without.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name or key.
         ImportError: bitsandbytes is needed and missing.
     """
     if quantization is None:
@@ -57,26 +58,46 @@ def read_quantization(quantization: Any, dtype: torch.dtype, *, must_load: bool 
     if isinstance(quantization, Mapping) and "quant_method" in quantization:
         config = AutoQuantizationConfig.from_dict(dict(quantization))
         return called(config), config
-    if quantization not in QUANTIZATIONS:
-        near = difflib.get_close_matches(str(quantization), QUANTIZATIONS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"Unknown quantization {quantization!r}.{hint} Available: {', '.join(QUANTIZATIONS)}, or a quantization "
-            "config of transformers."
-        )
-    options: dict[str, Any] = (
-        {"load_in_8bit": True}
-        if quantization == "int8"
-        else {"load_in_4bit": True, "bnb_4bit_quant_type": quantization, "bnb_4bit_compute_dtype": dtype}
-    )
+    options = _options(quantization, dtype)
     if importlib.util.find_spec("bitsandbytes") is not None:
-        return quantization, BitsAndBytesConfig(**options)
+        config = BitsAndBytesConfig(**options)
+        return called(config), config
     if must_load:
         raise ImportError(
             f"quantization={quantization!r} needs bitsandbytes, which is not installed: "
             "pip install 'hf_specdec[bitsandbytes]'."
         )
-    return quantization, SimpleNamespace(quant_method="bitsandbytes", **{"load_in_8bit": False, **options})
+    config = SimpleNamespace(quant_method="bitsandbytes", **{"load_in_8bit": False, **options})
+    return called(config), config
+
+
+def _options(quantization: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """`quantization` as keywords of `BitsAndBytesConfig`."""
+    if isinstance(quantization, Mapping):
+        known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
+        for key in quantization:
+            if key not in known:
+                listing = ", ".join(sorted(known))
+                raise ValueError(f"Unknown key {key!r} in quantization.{nearest(key, known)} Available: {listing}.")
+        if not (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+            raise ValueError("quantization as a dict needs load_in_4bit=True or load_in_8bit=True.")
+        four = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": dtype}  # the first as bitsandbytes has it
+        return {**(four if quantization.get("load_in_4bit") else {}), **quantization}
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"Unknown quantization {quantization!r}.{nearest(quantization, QUANTIZATIONS)} Available: "
+            f"{', '.join(QUANTIZATIONS)}, a dict of BitsAndBytesConfig keywords, or a quantization config of "
+            "transformers."
+        )
+    if quantization == "int8":
+        return {"load_in_8bit": True}
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": quantization, "bnb_4bit_compute_dtype": dtype}
+
+
+def nearest(word: Any, words: Collection[str]) -> str:
+    """What to add to a message on a `word` that is none of `words`."""
+    near = difflib.get_close_matches(str(word).casefold(), list(words), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def called(config: Any) -> str:

@@ -5,6 +5,7 @@ Rates are the data sheet's; `Device.read_rate` is what a pass achieves of them. 
 
 __all__ = ["GIB", "Device", "Machine", "gib", "make_machine", "read_bytes", "read_rate"]
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ ASSUMED_CPU = (30 * GB, 0.8e12)
 ASSUMED_DISK = 2 * GB
 ASSUMED_LINK = 12 * GB
 """From the CPU's memory to a GPU, pageable, as accelerate's hooks copy."""
+
+MIN_BARE, MAX_BYTES = 2**20, 2**60
+"""A number without a unit that is smaller was meant in GiB; no device has more."""
 
 _UNITS: dict[str, int] = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -108,19 +112,31 @@ def gib(num_bytes: int | float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.05 or not num_bytes else f"{value:.2g}"
 
 
-def read_bytes(text: str | int) -> int:
-    """A number of bytes: ``24GiB``, ``800MB``, ``1e9`` or an integer.
+def read_bytes(text: str | int | float) -> int:
+    """A number of bytes: ``24GiB``, ``800MB``, ``1e9`` or a number.
 
     Raises:
-        ValueError: it is none.
+        TypeError: neither text nor a number.
+        ValueError: it is none, negative, too large, or text of a small number without a unit.
     """
-    if isinstance(text, int):
-        return text
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        return _checked(text, text)
+    if not isinstance(text, str):
+        raise TypeError(f"An amount of memory must be text or a number of bytes, got {text!r}. Write it as '24GiB'.")
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if found is None or (found[3] and not found[2]):
         raise ValueError(f"Cannot read {text!r} as an amount of memory. Write it as 24GiB, 800MB or a number of bytes.")
     unit = found[2].upper()
-    return int(float(found[1]) * (_BINARY if found[3] else _UNITS)[unit])
+    amount = float(found[1]) * (_BINARY if found[3] else _UNITS)[unit]
+    if 0 < amount < MIN_BARE and not unit:
+        raise ValueError(f"{text.strip()!r} would be {amount:g} bytes. Write an amount of memory with its unit: 24GiB.")
+    return _checked(amount, text)
+
+
+def _checked(amount: float, text: object) -> int:
+    if math.isfinite(amount) and 0 <= amount <= MAX_BYTES:
+        return int(amount)
+    raise ValueError(f"{text!r} is no amount of memory: it must be between 0 and {MAX_BYTES:.2g} bytes.")
 
 
 def read_rate(text: str) -> float:
@@ -134,7 +150,7 @@ def read_rate(text: str) -> float:
         rate = float(bare) * GB if re.fullmatch(r"\d+(\.\d+)?", bare) else float(read_bytes(bare))
     except ValueError:
         rate = 0.0
-    if rate <= 0:
+    if not 0 < rate < math.inf:
         raise ValueError(f"Cannot read {text!r} as a bandwidth. Write it as 1008GB/s or 3.35TB/s.")
     return rate
 
@@ -152,8 +168,14 @@ def make_machine(
         names: names of cards by device key; a known one gives its rates.
         bandwidths: bytes per second by "0", "1", …, "gpu" (every GPU), "cpu", "disk", or "link" (CPU to GPU).
         headroom: share of each device that stays free; by default 6 % of a GPU, 10 % of the CPU, none of a disk.
+
+    Raises:
+        ValueError: a bandwidth that is not positive.
     """
     given, devices = dict(bandwidths or {}), []
+    for place, rate in given.items():
+        if not 0 < rate < math.inf:
+            raise ValueError(f"The bandwidth of {place!r} must be positive, got {rate}.")
     for key in sorted(memory, key=_rank):
         name = (names or {}).get(key, "")
         card = find_card(name) if name else None

@@ -4,7 +4,8 @@
    its layers.
 2. `lay_out` (accelerate, through `host.placement`) puts the target's modules into what is left.
 3. What lies where is added up here and compared with the devices; the cache of an offloaded layer lies where it runs.
-4. Of the layouts that fit, with the draft on each device and without one, the fastest by `speed` is taken.
+4. Of the layouts that fit, with the draft on each device and without one, the fastest by `speed` is taken; where only
+   the target has room, the one without.
 """
 
 __all__ = ["LayOut", "make_plan"]
@@ -82,9 +83,15 @@ def _with_draft(
 
 
 def _why_without(plain: Attempt | None, drafted: Attempt | None) -> str | None:
-    """Why the target is better off without the draft, or None."""
-    if plain is None or drafted is None or not (plain.fits and drafted.fits):
+    """Why the target goes without the draft, which is slower or has no room, or None."""
+    if plain is None or not plain.fits:
         return None
+    if drafted is None or not drafted.fits:
+        lacking = "" if drafted is None else f" ({gib(drafted.lacking)} GiB are lacking)"
+        return (
+            f"No draft: there is no room for it beside the target{lacking}; look-ups draft. A smaller draft, one in nf4 "
+            "or a shorter max_length may have room."
+        )
     pushed = drafted.layout.spilled_bytes - plain.layout.spilled_bytes
     on_cpu = drafted.draft_device == "cpu" and drafted.layout.main != "cpu"
     if drafted.speed > plain.speed or not (pushed > 0 or on_cpu):

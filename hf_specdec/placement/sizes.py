@@ -12,6 +12,8 @@ CACHE_GROWTH = 1.5
 """A full cache buffer grows by half of what it holds (`host.cache`)."""
 MIN_GROWTH = 256
 """… or by this many slots."""
+MOST_TOKENS = 1 << 40
+"""Of all rows together; more would be bytes that no tensor can have."""
 PROB_COPIES = 4
 """Float32 rows of a verify pass beside its logits: upcast, processed, probabilities, residual."""
 
@@ -42,8 +44,16 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_length", "draft_length"):
-            if (value := getattr(self, name)) < 1:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer of at least 1, got {value!r}.")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.max_batch * (self.max_length + self.draft_length) > MOST_TOKENS:
+            raise ValueError(
+                f"max_batch={self.max_batch} rows of max_length={self.max_length} are more than {MOST_TOKENS:.2g} "
+                "tokens, which no machine has room for."
+            )
         if not 0 <= self.acceptance_rate <= 1:
             raise ValueError(f"acceptance_rate must be between 0 and 1, got {self.acceptance_rate}.")
 

@@ -20,7 +20,7 @@ from hf_specdec.placement.machine import Key, Machine
 from hf_specdec.placement.sizes import ModelSizes, Piece, Workload, touched
 
 LONGEST = 32
-"""Largest K that is looked at."""
+"""Largest K that is looked at, where verify passes have room for it."""
 LAUNCH_SECONDS = 0.26e-3
 """Of a layer, eager, on a GPU: its kernels are launched one by one. Qwen3-0.6B on an RTX 3090 and an 8B on an H100."""
 QUANTIZED_LAUNCH_SECONDS = 0.40e-3
@@ -161,7 +161,7 @@ def predict(target: Layout, draft: Layout | None, machine: Machine, workload: Wo
         return Speeds(plain)
     drafting = PassTime(draft, machine, workload).seconds(batch)
     best, tokens = (0.0, 0), 1.0
-    for length in range(1, LONGEST + 1):
+    for length in range(1, min(LONGEST, workload.draft_length) + 1):
         tokens += alpha**length
         rate = batch * tokens / (passes.seconds(batch * (length + 1)) + length * drafting)
         best = max(best, (rate, length))

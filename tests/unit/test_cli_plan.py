@@ -78,6 +78,12 @@ def test_json_holds_the_plan_and_nothing_else_is_printed(folders):
     assert data["workload"]["max_length"] == 2048
 
 
+def test_an_amount_of_memory_is_no_card(folders):
+    done = planned(folders, "--gpu", "80GB", "--gpu", "4090", "--json")
+    gpus = json.loads(done.stdout)["plan"]["devices"]
+    assert [(gpu["name"], gpu["memory"]) for gpu in gpus] == [("", 80 * 10**9), ("RTX 4090", 24 * 2**30)]
+
+
 def test_headroom_batch_and_precision_count(folders):
     options = ("--gpu", "7GiB")
     assert planned(folders, *options).exit_code == 0
@@ -90,6 +96,8 @@ def test_headroom_batch_and_precision_count(folders):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--gpu", "RTX"), "is neither an amount of memory (24GiB) nor a known card: T4"),
+        (("--gpu", "RTX 4090 Laptop"), "is neither an amount of memory (24GiB) nor a known card: T4"),
         (("--gpu", "GTX 1080"), "is neither an amount of memory (24GiB) nor a known card: T4"),
         (("--cpu", "lots"), "Cannot read 'lots' as an amount of memory"),
         (("--cpu", "8GiB", "--bandwidth", "1=9GB/s"), "--bandwidth names '1', which is no device of this plan"),

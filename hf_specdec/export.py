@@ -60,6 +60,8 @@ PASSED = DOCUMENTED_KEYS - {
     *("synthetic_acceptance_length", "synthetic_acceptance_rates"),  # lossy
 }
 """Keys that mean something there only, and go over as they are."""
+MEASURED = ("draft_model", "ngram")
+"""Methods that an estimate has rows of."""
 IN_FLIGHT = "nf4"
 """What vLLM makes of plain weights under ``--quantization bitsandbytes``, with nested constants."""
 
@@ -215,8 +217,8 @@ def _length(flag: Mapping[str, Any], method: str, estimate: Any, plan: Any, note
     asked = flag.get("num_speculative_tokens", "auto")
     if asked != "auto":
         return int(asked)
-    if estimate is not None:
-        length, speedup = measured_length(estimate, "draft_model" if method == "draft_model" else "ngram")
+    if estimate is not None and method in MEASURED:
+        length, speedup = measured_length(estimate, method)
         where = estimate.get("setting", {}).get("device", "this machine")
         if length == 0:
             notes.append(f"No speculation: measured on {where}, no draft length is faster than plain decoding.")
@@ -275,6 +277,8 @@ def _planned(
                 f"{num_heads} attention heads cannot be split over {len(used)} GPUs by tensor parallelism. Plan with a "
                 "number of GPUs that divides them."
             )
+        if num_heads is None:
+            notes.append(f"The target's attention heads are not known here: {len(used)} GPUs have to divide them.")
         arguments += ["--tensor-parallel-size", str(len(used))]
         sizes = {device.get("memory") for device in used if isinstance(device, Mapping)}
         if len(sizes) > 1:
@@ -283,7 +287,9 @@ def _planned(
     for key, name in (("max_length", "--max-model-len"), ("max_batch", "--max-num-seqs")):
         if workload.get(key):
             arguments += [name, str(workload[key])]
-    return arguments, quantization if quantization is not None else planned.get("quantization")
+    if quantization is None and not planned.get("is_pre_quantized"):  # else vLLM reads the checkpoint's own config
+        quantization = planned.get("quantization")
+    return arguments, quantization
 
 
 def _gpus(devices: Sequence[Any]) -> list[Any]:

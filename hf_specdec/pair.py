@@ -18,11 +18,12 @@ from transformers import AutoTokenizer
 
 from hf_specdec import integration
 from hf_specdec.config import normalise
+from hf_specdec.host.draft_copy import facts_of_copies
 from hf_specdec.host.placement import find_machine, lay_out, load_target
 from hf_specdec.host.plannable import check_has_weights, check_plannable
 from hf_specdec.host.quantized_sizes import QUANTIZATIONS, nearest, read_quantization
 from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
-from hf_specdec.placement.advice import PLENTY, changes_that_fit
+from hf_specdec.placement.advice import PLENTY, changes_that_fit, what_keeps_the_draft
 from hf_specdec.placement.machine import Key, Machine, make_machine
 from hf_specdec.placement.plan import Plan
 from hf_specdec.placement.planner import make_plan
@@ -141,7 +142,7 @@ def plan_pair(
 def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool = True) -> Plan:
     target, draft = wish.skeletons()
     plan = _plan_of(target, draft, machine, workload)
-    if plan.fits or not has_advice:
+    if not has_advice or (plan.fits and (draft is None or plan.draft_device is not None)):
         return plan
 
     def replan(
@@ -171,6 +172,9 @@ def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool
             work = replace(workload, max_length=max_length)
         return _plan_of(models[0], models[1], place, work)
 
+    if plan.fits:
+        kept = what_keeps_the_draft(plan, replan)
+        return plan if kept is None else plan.noted(kept)
     return replace(plan, changes=tuple(changes_that_fit(plan, replan)))
 
 
@@ -267,7 +271,10 @@ def load_pair(
     if model.generation_config.pad_token_id is None:  # else every call says that it takes the end-of-text token
         model.generation_config.pad_token_id = tokenizer.pad_token_id or tokenizer.eos_token_id
     placed = _draft_keywords(wish, plan)
+    if placed and not _has_room_for_a_copy(plan):
+        placed["draft_quantization"] = "none"
     handle = integration.enable(model, wish.draft if placed else None, **speculative, **placed)
+    plan = plan.noted(*facts_of_copies(_bound_draft(model)))
     return model, tokenizer, Placement(plan, model.get_memory_footprint(), _footprint(model), handle)
 
 
@@ -328,11 +335,27 @@ def _torch_device(key: Key) -> str:
     return f"cuda:{key}" if isinstance(key, int) else key
 
 
-def _footprint(model: Any) -> int | None:
+def _has_room_for_a_copy(plan: Plan) -> bool:
+    """Whether what the plan leaves free has room for an 8-bit copy of a draft on the CPU, and as much again.
+
+    `host.conversions` may make one; by then it knows of what is free, but not of what the plan keeps for caches.
+    """
+    if plan.draft is None or plan.draft_device != "cpu":
+        return True
+    copy_bytes = plan.draft.weights // 2
+    return any(use.label == "cpu" and use.headroom - use.reserve >= 2 * copy_bytes for use in plan.devices)
+
+
+def _bound_draft(model: Any) -> Any:
     from hf_specdec.host import binding
 
     drafts = [bound.draft for bound in binding.bindings_of(model) if bound.draft is not None]
-    return drafts[-1].get_memory_footprint() if drafts else None
+    return drafts[-1] if drafts else None
+
+
+def _footprint(model: Any) -> int | None:
+    draft = _bound_draft(model)
+    return None if draft is None else draft.get_memory_footprint()
 
 
 def _advice(plan: Plan) -> str:

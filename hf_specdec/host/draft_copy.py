@@ -30,7 +30,17 @@ from hf_specdec.host.loading import find_tokenizer
 from hf_specdec.host.sources import counts_in_code, counts_in_data
 from hf_specdec.token_counts import read_token_counts, short_list
 
-__all__ = ["copy_facts", "copy_quantization", "forget_copy", "kept_ids", "made_copies", "original", "own_copy", "why_unconvertible"]
+__all__ = [
+    "copy_facts",
+    "copy_quantization",
+    "facts_of_copies",
+    "forget_copy",
+    "kept_ids",
+    "made_copies",
+    "original",
+    "own_copy",
+    "why_unconvertible",
+]
 
 
 @dataclass(frozen=True)
@@ -136,6 +146,13 @@ def copy_facts(model: Any) -> tuple[str, ...]:
     """What was made of the draft, how long that took, and what to know of it; empty if `model` is no copy."""
     about = None if model is None else _ABOUT.get(model)
     return () if about is None else about.facts
+
+
+def facts_of_copies(draft: Any) -> tuple[str, ...]:
+    """What was made of `draft` so far, copy by copy."""
+    with _LOCK:
+        copies = [] if draft is None else list(_COPIES.get(draft, {}).values())
+    return tuple(fact for held in copies for fact in copy_facts(held.model))
 
 
 # --- the short list -------------------------------------------------------------------------------------------------

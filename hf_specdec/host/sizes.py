@@ -18,6 +18,7 @@ import difflib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ class Skeleton:
             {} if quantizer_config is None else quantize(self.model, quantizer_config, is_pre_quantized, dtype, plain)
         )
         self._layers = [self.model.get_submodule(layer) for layer in layers]
-        self.sizes = self._measured(config, dtype, method, quantizer_config, name, layers, cached, plain, sizes)
+        measured = self._measured(config, dtype, method, quantizer_config, name, layers, cached, plain, sizes)
+        self.sizes = replace(measured, is_pre_quantized=is_pre_quantized)
 
     @property
     def no_split(self) -> list[str]:
@@ -197,6 +199,7 @@ class Skeleton:
             spills_plain=is_bitsandbytes(quantizer_config),
             expert_fan=chosen,
             expert_size=_width(text, _EXPERT_WIDTHS) if experts else 0,
+            max_positions=getattr(text, "max_position_embeddings", None),
             eager_heads=text.num_attention_heads if _is_eager(self.model) else 0,
         )
 

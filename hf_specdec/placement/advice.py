@@ -4,7 +4,7 @@ Nearest is what changes the result least: the draft's precision, a context at le
 precision, no draft, a much shorter context, offload.
 """
 
-__all__ = ["Replan", "changes_that_fit"]
+__all__ = ["Replan", "changes_that_fit", "what_keeps_the_draft"]
 
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
@@ -38,6 +38,16 @@ class Replan(Protocol):
 def changes_that_fit(plan: Plan, replan: Replan) -> list[str]:
     """Sentences, nearest change first; empty if nothing helps."""
     return list(_changes(plan, replan))
+
+
+def what_keeps_the_draft(plan: Plan, replan: Replan) -> str | None:
+    """A sentence on a change under which a plan that fits without its draft has room for it; None if there is none."""
+    if plan.draft is None or plan.draft_device is not None or plan.draft.quantization is not None:
+        return None
+    found = replan(draft_quantization="nf4")
+    if found is None or not found.fits or found.draft_device is None:
+        return None
+    return "With the draft in nf4 (draft_quantization='nf4') it would stay."
 
 
 def _changes(plan: Plan, replan: Replan) -> Iterator[str]:

@@ -60,7 +60,8 @@ class DeviceUse:
 @dataclass(frozen=True)
 class ModelUse:
     """A model's totals: name, dtype, quantization, bytes of weights (as ``get_memory_footprint()``), of the quantizer's
-    constants, of the cache; bytes that a pass reads."""
+    constants, of the cache; bytes that a pass reads; whether the checkpoint
+    is quantized already."""
 
     name: str
     dtype: str
@@ -69,13 +70,23 @@ class ModelUse:
     constants: int
     cache: int
     read: int
+    is_pre_quantized: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes, workload: Workload, read: float) -> "ModelUse":
         """The totals of `sizes`."""
         constants = sizes.held_bytes - sizes.weight_bytes
         cache = sum(sizes.cache_bytes(workload))
-        return cls(sizes.name, sizes.dtype, sizes.quantization, sizes.weight_bytes, constants, cache, round(read))
+        return cls(
+            sizes.name,
+            sizes.dtype,
+            sizes.quantization,
+            sizes.weight_bytes,
+            constants,
+            cache,
+            round(read),
+            sizes.is_pre_quantized,
+        )
 
     @property
     def held(self) -> int:

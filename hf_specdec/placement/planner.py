@@ -255,6 +255,12 @@ def _notes(attempt: Attempt, plan: Plan) -> Iterator[str]:
             f"{count} of {layout.sizes.num_layers} layers are offloaded{plain}: every pass copies {gib(spilled)} "
             "GiB, for 1 row as for many, so long drafts pay."
         )
+    for sizes in (layout.sizes, *([] if draft is None else [draft.sizes])):
+        if sizes.max_positions is not None and plan.workload.max_length > sizes.max_positions:
+            yield (
+                f"max_length={plan.workload.max_length} is more than the {sizes.max_positions} positions that "
+                f"{sizes.name} was made for."
+            )
     if draft is None or plan.draft is None:
         return
     if plan.draft.weights > plan.target.weights:

@@ -116,6 +116,8 @@ class ModelSizes:
         dtype, quantization: for people.
         spills_plain: whether modules that are offloaded stay unquantized.
         expert_fan, expert_size: experts that a row goes through at once, and their intermediate width, or 0.
+        is_pre_quantized: whether the checkpoint holds the weights quantized.
+        max_positions: tokens that the model was made for, None if it does not say.
         eager_heads: heads whose score matrices are written out in full; 0 where attention is fused.
     """
 
@@ -135,6 +137,8 @@ class ModelSizes:
     expert_fan: int = 0
     expert_size: int = 0
     eager_heads: int = 0
+    is_pre_quantized: bool = False
+    max_positions: int | None = None
     num_layers: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,10 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import hf_specdec
+from hf_specdec import integration
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.host import quantized_sizes
+from hf_specdec.host.draft_copy import own_copy
 from tests.integration.pairs import VOCAB, llama, prompts
 
 pytestmark = [
@@ -196,6 +199,22 @@ def test_draft_that_would_push_the_target_off_is_left_out_with_a_warning(home, l
     assert "No draft: it would push" in caplog.text
     plain, speculative, _ = texts(target)
     assert speculative == plain
+
+
+def test_a_copy_of_the_draft_that_was_made_is_told(home, load, monkeypatch):
+    eight = SpeculativeConfig(draft_quantization="int8")
+    monkeypatch.setattr(integration, "settle", lambda target, draft, config: own_copy(draft, eight, target))
+    placement = load(home / "target", home / "draft", **EXACT)[2]
+    assert any("int8" in note for note in placement.plan.notes)
+    assert "int8" in str(placement)
+
+
+def test_no_copy_of_the_draft_where_the_plan_has_no_room_for_it(home, load):
+    target, _, placement = load(home / "target", home / "draft", **EXACT)
+    assert "draft_quantization" not in target.generation_config.speculative_config
+    tight = int((placement.plan.devices[0].needed + placement.plan.draft.weights / 2) / 0.9)
+    target = load(home / "target", home / "draft", max_memory={"cpu": tight}, **EXACT)[0]
+    assert target.generation_config.speculative_config["draft_quantization"] == "none"
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------

@@ -129,6 +129,23 @@ def test_a_plans_quantization_goes_over():
     assert "The plan was made for other/name." in result.notes
 
 
+def test_a_checkpoint_that_is_quantized_already_needs_no_argument():
+    """vLLM reads the checkpoint's config."""
+    planned = plan(device("cuda:0"), target={"name": TARGET, "quantization": "gptq", "is_pre_quantized": True})
+    assert "--quantization" not in export_vllm(TARGET, PAIR, plan=planned).arguments
+
+
+def test_heads_that_are_not_known_are_a_note():
+    planned = plan(device("cuda:0"), device("cuda:1"))
+    assert any("heads are not known" in note for note in export_vllm(TARGET, PAIR, plan=planned).notes)
+    assert not any("heads" in note for note in export_vllm(TARGET, PAIR, plan=planned, num_heads=8).notes)
+
+
+def test_an_estimate_of_look_ups_is_not_asked_for_suffixes():
+    asked = export_vllm(TARGET, {"method": "suffix"}, estimate=ESTIMATE)
+    assert asked.speculative_config == export_vllm(TARGET, {"method": "suffix"}).speculative_config
+
+
 @pytest.mark.parametrize(
     ("flag", "options", "message"),
     [

@@ -4,6 +4,7 @@ import functools
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import LlamaConfig, MixtralConfig
 from hf_specdec.host.placement import _with_offload, find_machine, lay_out
 from hf_specdec.host.quantized_sizes import read_quantization
 from hf_specdec.host.sizes import Skeleton, read_dtype
-from hf_specdec.placement.advice import changes_that_fit
+from hf_specdec.placement.advice import changes_that_fit, what_keeps_the_draft
 from hf_specdec.placement.cards import CARDS, find_card
 from hf_specdec.placement.machine import GIB, make_machine, read_bytes, read_rate
 from hf_specdec.placement.planner import make_plan
@@ -212,6 +213,21 @@ def test_draft_leaves_for_a_device_that_is_faster_for_it():
     assert plan(here, wide).draft_device == 0
     faster = machine(16, 4, bandwidths={"0": 100e9, "1": 3000e9})
     assert plan(faster, wide).draft_device == 1
+
+
+def test_more_tokens_than_the_models_were_made_for_are_a_line():
+    here = machine(24, cpu=32)
+    made = plan(here, draft(), Workload(max_length=4096), target(max_position_embeddings=4000))
+    assert "max_length=4096 is more than the 4000 positions that target was made for." in made.notes
+    assert "positions that draft" in " ".join(made.notes)  # 2048
+    assert "positions" not in " ".join(plan(here, draft(), WORK).notes)
+
+
+@pytest.mark.parametrize("is_room", [True, False])
+def test_a_draft_that_was_left_out_is_kept_in_nf4_where_that_fits(is_room):
+    without = replace(plan(machine(24, cpu=32), draft()), draft_device=None)
+    told = what_keeps_the_draft(without, lambda **change: replace(without, draft_device=0 if is_room else None))
+    assert told == ("With the draft in nf4 (draft_quantization='nf4') it would stay." if is_room else None)
 
 
 def test_draft_pushes_nothing_off_where_going_without_is_faster():

@@ -122,6 +122,7 @@ def test_checkpoint_that_is_quantized_already_needs_no_quantization_to_be_named(
     made.save_pretrained(tmp_path / "quantized")
     told = skeleton(read_config(str(tmp_path / "quantized"))).sizes
     assert told.quantization == quantization
+    assert told.is_pre_quantized
     assert told.weight_bytes == pytest.approx(made.get_memory_footprint(), rel=1e-3)
 
 

@@ -24,7 +24,7 @@ from hf_specdec.host.plannable import check_has_weights, check_plannable
 from hf_specdec.host.quantized_sizes import QUANTIZATIONS, nearest, read_quantization
 from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.advice import PLENTY, changes_that_fit, what_keeps_the_draft
-from hf_specdec.placement.machine import Key, Machine, make_machine
+from hf_specdec.placement.machine import Key, Machine, make_machine, read_bytes
 from hf_specdec.placement.plan import Plan
 from hf_specdec.placement.planner import make_plan
 from hf_specdec.placement.sizes import Workload
@@ -211,8 +211,8 @@ def load_pair(
     Args:
         target: Hub id or folder of the model that verifies.
         draft: Hub id or folder of a small model with the same tokenizer; None: look-ups draft.
-        quantization: of the target: None, "nf4", "fp4", "int8", keywords of `BitsAndBytesConfig` as a dict, or a quantization
-            config of transformers.
+        quantization: of the target: None, "nf4", "fp4", "int8", keywords of `BitsAndBytesConfig` as a dict, or a
+            quantization config of transformers.
         dtype: of the target's weights that are not quantized; "auto" is the checkpoint's.
         draft_dtype: of the draft; float16 becomes bfloat16 where there is no GPU.
         draft_quantization: of the draft: None, "nf4", "fp4" or "int8".
@@ -244,7 +244,8 @@ def load_pair(
             f"max_memory must be a dict by device, such as {{0: '20GiB', 'cpu': '60GiB'}}, got {max_memory!r}."
         )
     workload = Workload(max_batch, max_length, **({} if length is None else {"draft_length": length}))
-    machine = find_machine(max_memory, offload_folder, headroom)
+    limits = None if max_memory is None else {key: read_bytes(amount) for key, amount in max_memory.items()}
+    machine = find_machine(limits, offload_folder, headroom)
     wish = _Wish(
         str(target),
         None if draft is None else str(draft),

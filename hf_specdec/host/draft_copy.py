@@ -11,12 +11,13 @@ What the bits are is `linears`' to know; which ids are frequent, `token_counts`'
 """
 
 import copy
+import itertools
 import json
 import threading
 import time
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,7 @@ class _Copy:
 
     model: Any
     weights: Hashable
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,10 @@ def own_copy(draft: Any, config: SpeculativeConfig, target: Any, is_in_code: boo
 
 
 def made_copies(draft: Any) -> frozenset[int]:
-    """Which copies of `draft` there are, by what only the same ones share."""
+    """The numbers of the copies of `draft` that there are; one that is made anew has a new number."""
     with _LOCK:
         copies = {} if draft is None else _COPIES.get(draft, {})
-        return frozenset(id(held) for held in copies.values() if held.model is not None)
+        return frozenset(held.number for held in copies.values() if held.model is not None)
 
 
 def forget_copy(draft: Any, quantization: str) -> None:

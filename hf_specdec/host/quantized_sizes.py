@@ -4,7 +4,16 @@ For bitsandbytes its rule is followed where that package is missing: planning ne
 transformers 5.17 to 5.24 and bitsandbytes 0.50.
 """
 
-__all__ = ["CONSTANTS", "QUANTIZATIONS", "called", "filler", "is_bitsandbytes", "nearest", "quantize", "read_quantization"]
+__all__ = [
+    "CONSTANTS",
+    "QUANTIZATIONS",
+    "called",
+    "filler",
+    "is_bitsandbytes",
+    "nearest",
+    "quantize",
+    "read_quantization",
+]
 
 import copy
 import difflib
@@ -140,7 +149,8 @@ def quantize(
         module.register_buffer(CONSTANTS, filler(constants), persistent=False)
         result[name] = (num_bytes, constants)
     for name, tensor in list(model.named_parameters()):  # replacing a linear made its bias float32
-        if name in plain and name not in result and tensor.dtype != plain[name][2] and tensor.is_floating_point():
+        is_other = name in plain and name not in result and tensor.dtype != plain[name][2]
+        if is_other and tensor.is_floating_point() and tensor.element_size() > 1:  # fp8 stays as the quantizer made it
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner)._parameters[attribute] = nn.Parameter(
                 tensor.to(plain[name][2]), requires_grad=False

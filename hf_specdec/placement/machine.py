@@ -133,7 +133,7 @@ def read_bytes(text: str | int | float) -> int:
     return _checked(amount, text)
 
 
-def _checked(amount: float, text: object) -> int:
+def _checked(amount: int | float, text: object) -> int:
     if math.isfinite(amount) and 0 <= amount <= MAX_BYTES:
         return int(amount)
     raise ValueError(f"{text!r} is no amount of memory: it must be between 0 and {MAX_BYTES:.2g} bytes.")

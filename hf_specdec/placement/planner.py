@@ -89,8 +89,8 @@ def _why_without(plain: Attempt | None, drafted: Attempt | None) -> str | None:
     if drafted is None or not drafted.fits:
         lacking = "" if drafted is None else f" ({gib(drafted.lacking)} GiB are lacking)"
         return (
-            f"No draft: there is no room for it beside the target{lacking}; look-ups draft. A smaller draft, one in nf4 "
-            "or a shorter max_length may have room."
+            f"No draft: there is no room for it beside the target{lacking}; look-ups draft. A smaller draft, one in "
+            "nf4 or a shorter max_length may have room."
         )
     pushed = drafted.layout.spilled_bytes - plain.layout.spilled_bytes
     on_cpu = drafted.draft_device == "cpu" and drafted.layout.main != "cpu"

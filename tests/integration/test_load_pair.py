@@ -14,6 +14,7 @@ from hf_specdec import integration
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.host import quantized_sizes
 from hf_specdec.host.draft_copy import own_copy
+from hf_specdec.pair import _check_sources
 from tests.integration.pairs import VOCAB, llama, prompts
 
 pytestmark = [
@@ -240,13 +241,21 @@ def test_not_enough_memory_is_told_in_numbers_with_what_would_fit(home, nothing_
         (
             {"draft_quantization": "nf5"},
             ValueError,
-            "Unknown draft_quantization 'nf5'. Available: 'nf4', 'fp4', 'int8'",
+            "Unknown draft_quantization 'nf5'. Did you mean 'nf4'? Available: 'nf4', 'fp4', 'int8'",
         ),
         ({"max_memory": {5: "1GiB"}}, ValueError, "max_memory names device 5, which does not exist: "),
         ({"max_memory": {"cpu": "lots"}}, ValueError, "Cannot read 'lots' as an amount of memory"),
         ({"dtype": "float17"}, ValueError, "Unknown dtype 'float17' for the target. Did you mean 'float1"),
         ({"draft_dtype": "half"}, ValueError, "Unknown dtype 'half' for the draft."),
         ({"max_length": 0}, ValueError, "max_length must be at least 1, got 0"),
+        ({"max_length": "512"}, TypeError, "max_"),
+        ({"max_length": 512.5}, TypeError, "max_"),
+        ({"max_batch": True}, TypeError, "max_batch must be an integer of at least 1, got True"),
+        ({"max_memory": "24GB"}, TypeError, "max_"),
+        ({"max_memory": {"cpu": -5}}, ValueError, "-5 is no amount of memory"),
+        ({"quantization": "NF4"}, ValueError, "Unknown quantization 'NF4'. Did you mean 'nf4'?"),
+        ({"quantization": {"load_in_4bits": True}}, ValueError, "Did you mean 'load_in_4bit'?"),
+        ({"quantization": {"bnb_4bit_quant_type": "nf4"}}, ValueError, "needs load_in_4bit=True or"),
         ({"num_speculative_tokens": 0}, ValueError, "num_speculative_tokens must be at least 1"),
         ({"num_speculative_token": 3}, ValueError, "Did you mean"),
         ({"device": "cpu"}, ValueError, "load_pair names and places the draft itself, got device="),
@@ -269,3 +278,33 @@ def test_checkpoint_without_config_is_said_before_weights_are_loaded(home, nothi
     for pair in ((tmp_path, home / "draft"), (home / "target", tmp_path)):
         with pytest.raises(ValueError, match=r"has no config.json, so it is no checkpoint"):
             hf_specdec.load_pair(*pair)
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_what_is_no_name_is_refused_at_once(home, nothing_loads, which):
+    pair = {"target": home / "target", "draft": home / "draft", which: 5}
+    with pytest.raises(TypeError):
+        hf_specdec.load_pair(**pair)
+    with pytest.raises(TypeError, match=f"^{which} must be a Hub id or a folder, got int"):
+        _check_sources(**pair)  # what users see, whose arguments nobody checks before
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_folder_without_weights_is_said_before_weights_are_loaded(home, nothing_loads, tmp_path, which):
+    (tmp_path / "config.json").write_bytes((home / which / "config.json").read_bytes())
+    pair = {"target": home / "target", "draft": home / "draft", which: tmp_path}
+    with pytest.raises(ValueError, match=rf"The {which} '.*' has a config and no weights"):
+        hf_specdec.load_pair(**pair, max_length=64)
+
+
+def test_draft_without_room_is_left_out_with_a_warning(home, load, caplog):
+    options = {**EXACT, "max_batch": 1, "num_speculative_tokens": "auto"}
+    whole = load(home / "target", **options)[2].plan.devices[0]
+    _, _, placement = load(
+        home / "target",
+        home / "draft",
+        max_memory={"cpu": float(int(whole.needed * 1.001 / 0.9))},
+        **options,
+    )
+    assert placement.plan.draft_device is None
+    assert "No draft: there is no room for it beside the target" in caplog.text

@@ -102,6 +102,11 @@ def test_headroom_batch_and_precision_count(folders):
         (("--cpu", "lots"), "Cannot read 'lots' as an amount of memory"),
         (("--cpu", "8GiB", "--bandwidth", "1=9GB/s"), "--bandwidth names '1', which is no device of this plan"),
         (("--cpu", "8GiB", "--bandwidth", "fast"), "Cannot read 'fast' as a bandwidth"),
+        (("--gpu", "24"), "24GiB"),
+        (("--cpu", "24"), "'24' would be 24 bytes. Write an amount of memory with its unit: 24GiB."),
+        (("--gpu", "1e400GiB"), "24GiB"),
+        (("--cpu", "8GiB", "--bandwidth", "cpu=1e308TB/s"), "Cannot read '1e308TB/s' as a bandwidth"),
+        (("--cpu", "8GiB", "--max-batch", "99999999999999999"), "which no machine has room for"),
         (("--cpu", "8GiB", "--quantization", "nf5"), "Unknown quantization 'nf5'. Did you mean 'nf4'"),
     ],
 )
@@ -121,3 +126,45 @@ def test_folder_without_config_is_named(tmp_path):
 def test_without_devices_it_is_about_this_machine(folders):
     done = planned(folders, "--json")
     assert "cpu" in [device["label"] for device in json.loads(done.stdout)["plan"]["devices"]]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mamba"}, "(mamba) is a recurrent model without attention heads."),
+        ({"model_type": "mamba2"}, "Recurrent models are not planned."),
+        ({"model_type": "rwkv"}, "Recurrent models are not planned."),
+        ({"model_type": "xlstm"}, "Recurrent models are not planned."),
+        ({"model_type": "bert"}, "(bert) is an encoder. Pairs are loaded as decoder-only causal LMs."),
+        ({"model_type": "bart"}, "(bart) is an encoder-decoder. Pairs are loaded as decoder-only causal LMs."),
+        ({"model_type": "t5"}, "(t5) is an encoder-decoder."),
+        ({"model_type": "qwen2", "num_hidden_layers": 0}, "has num_hidden_layers=0, which must be at least 1."),
+    ],
+)
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_what_is_no_decoder_with_attention_is_refused_in_one_line(folders, tmp_path, config, message, which):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = {"target": str(folders / "target"), "draft": str(folders / "draft"), which: str(tmp_path)}
+    done = CliRunner().invoke(app, ["plan", pair["target"], "--draft", pair["draft"], "--cpu", "8GiB"])
+    assert done.exit_code == 2
+    text = " ".join(done.output.split())
+    assert text.startswith("Error: The ")
+    assert f"{which} '{tmp_path.parent}" in text
+    assert message in text
+
+
+def test_draft_with_another_vocabulary_is_refused(folders, tmp_path):
+    LlamaConfig(vocab_size=34000, num_hidden_layers=1).save_pretrained(tmp_path)
+    done = CliRunner().invoke(app, ["plan", str(folders / "target"), "--draft", str(tmp_path), "--cpu", "8GiB"])
+    assert done.exit_code == 2
+    assert "padding explains a difference of at most 1,024" in " ".join(done.output.split())
+
+
+def test_what_nobody_foresaw_is_one_line(folders, monkeypatch):
+    def raises(*args, **kwargs):
+        raise AttributeError("first line\nsecond line")
+
+    monkeypatch.setattr("hf_specdec.pair.plan_pair", raises)
+    done = planned(folders, "--cpu", "8GiB")
+    assert done.exit_code == 2
+    assert done.output.strip() == "Error: This cannot be planned: AttributeError: first line"

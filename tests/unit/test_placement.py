@@ -441,7 +441,8 @@ def test_shorter_context_is_found_to_the_step():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("24GiB", 24 * GIB), ("800MB", 800_000_000), ("1.5 GiB", 3 * GIB // 2), ("1000", 1000), (7, 7)]
+    ("text", "value"),
+    [("24GiB", 24 * GIB), ("800MB", 800_000_000), ("1.5 GiB", 3 * GIB // 2), ("2000000", 2000000), (7, 7)],
 )
 def test_memory_is_read(text, value):
     assert read_bytes(text) == value
@@ -516,3 +517,28 @@ def test_planner_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_draft_that_has_no_room_is_left_out_and_the_notes_say_so():
+    both = target().sizes.held_bytes + sum(target().sizes.cache_bytes(WORK)) + target().sizes.pass_bytes(WORK)
+    made = plan(machine((both + 0.05 * GIB) / 0.94 / GIB), draft())
+    assert is_sound(made)
+    assert made.draft_device is None
+    assert made.draft is not None
+    assert "No draft: there is no room for it beside the target" in " ".join(made.notes)
+
+
+def test_predicted_draft_length_has_room_in_verify_passes():
+    work = Workload(max_length=256, draft_length=2, acceptance_rate=0.95)
+    assert plan(machine(16), draft(num_layers=1), work).draft_length == 2
+
+
+@pytest.mark.parametrize("text", ["24", "1000", "1e400GiB", "1e30GiB", -5, float("nan")])
+def test_amounts_that_nobody_means_are_refused(text):
+    with pytest.raises(ValueError, match=r"amount of memory"):
+        read_bytes(text)
+
+
+def test_bandwidth_is_positive():
+    with pytest.raises(ValueError, match=r"bandwidth of 'cpu' must be positive, got -1"):
+        make_machine({"cpu": GIB}, bandwidths={"cpu": -1.0})

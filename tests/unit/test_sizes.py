@@ -188,7 +188,10 @@ def test_verify_rows_and_their_float32_logits_are_part_of_a_pass():
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ("nf5", "Unknown quantization 'nf5'. Did you mean 'nf4'? Available: nf4, fp4, int8, or a quantization config"),
+        (
+            "nf5",
+            "Unknown quantization 'nf5'. Did you mean 'nf4'? Available: nf4, fp4, int8, a dict of",
+        ),
         ("awesome", "Unknown quantization 'awesome'. Available: nf4"),
     ],
 )

@@ -21,7 +21,7 @@ from hf_specdec.config import normalise
 from hf_specdec.host.draft_copy import facts_of_copies
 from hf_specdec.host.placement import find_machine, lay_out, load_target
 from hf_specdec.host.plannable import check_has_weights, check_plannable
-from hf_specdec.host.quantized_sizes import QUANTIZATIONS, nearest, read_quantization
+from hf_specdec.host.quantized_sizes import QUANTIZATIONS, nearest, read_quantization, tell_device
 from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.advice import PLENTY, changes_that_fit, what_keeps_the_draft
 from hf_specdec.placement.machine import Key, Machine, make_machine, read_bytes
@@ -85,14 +85,17 @@ class _Wish:
     trust_remote_code: bool = False
     must_load: bool = False
 
-    def skeletons(self) -> tuple[Skeleton, Skeleton | None]:
-        """Both models on the meta device."""
+    def skeletons(self, machine: Machine) -> tuple[Skeleton, Skeleton | None]:
+        """Both models on the meta device, as they would be loaded on `machine`."""
         config = read_config(self.target, self.revision, self.trust_remote_code)
         check_plannable(config, "target", self.target)
         draft_config = None if self.draft is None else read_config(self.draft, self.draft_revision)
         if draft_config is not None:
             check_plannable(draft_config, "draft", str(self.draft))
             check_vocabularies(_vocab_size(config), _vocab_size(draft_config))
+        gpus = [device.name for device in machine.devices if device.is_gpu]
+        for each in (config, draft_config):
+            tell_device(each, gpus, self.must_load)
         dtype = read_dtype(self.dtype, config, "target")
         chosen = read_quantization(self.quantization, dtype, must_load=self.must_load)
         draft = None
@@ -140,7 +143,7 @@ def plan_pair(
 
 
 def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool = True) -> Plan:
-    target, draft = wish.skeletons()
+    target, draft = wish.skeletons(machine)
     plan = _plan_of(target, draft, machine, workload)
     if not has_advice or (plan.fits and (draft is None or plan.draft_device is not None)):
         return plan
@@ -167,7 +170,7 @@ def _planned(wish: _Wish, machine: Machine, workload: Workload, has_advice: bool
                 draft_quantization=draft_quantization or wish.draft_quantization,
                 must_load=False,
             )
-            models = changed.skeletons()
+            models = changed.skeletons(place)
         if max_length is not None:
             work = replace(workload, max_length=max_length)
         return _plan_of(models[0], models[1], place, work)

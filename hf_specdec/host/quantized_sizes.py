@@ -13,6 +13,7 @@ __all__ = [
     "nearest",
     "quantize",
     "read_quantization",
+    "tell_device",
 ]
 
 import copy
@@ -33,6 +34,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 QUANTIZATIONS = ("nf4", "fp4", "int8")
+WITHOUT_FP8 = ("T4", "V100", "A10", "A40", "A6000", "RTX 20", "RTX 30")
+"""In names of cards of a compute capability below 8.9, on which transformers dequantizes fp8."""
 BLOCK = 64
 """Weights per constant of bitsandbytes' 4-bit formats."""
 NESTED_BLOCK = 256
@@ -123,6 +126,27 @@ def is_bitsandbytes(config: Any) -> bool:
     return str(getattr(method, "value", method)).startswith("bitsandbytes")
 
 
+def tell_device(config: Any, gpus: Sequence[str], is_here: bool) -> None:
+    """Have a checkpoint in fp8 or mxfp4 dequantized where transformers does so, by the devices that are planned for.
+
+    Args:
+        config: of the model; changed.
+        gpus: names of the GPUs, "" for an unknown one, which is taken for a recent one.
+        is_here: whether these are this machine's, whose packages then count.
+    """
+    saved = getattr(config, "quantization_config", None)
+    method = saved.get("quant_method") if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or method not in ("fp8", "mxfp4"):
+        return
+    is_kept = bool(gpus)
+    if method == "fp8":
+        is_kept = is_kept and not any(old in name for name in gpus for old in WITHOUT_FP8)
+    elif is_here:
+        is_kept = is_kept and all(importlib.util.find_spec(name) is not None for name in ("triton", "kernels"))
+    if not is_kept:
+        config.quantization_config = {**saved, "dequantize": True}
+
+
 # --- the weights ----------------------------------------------------------------------------------------------------
 
 
@@ -136,6 +160,9 @@ def quantize(
     """Make the converted weights of `model` as large as they will be; by name, (bytes, bytes of their constants)."""
     if isinstance(config, SimpleNamespace):
         sizes = _by_rule(model, config)
+    elif called(config) == "mxfp4" and is_pre_quantized and not config.dequantize:
+        # transformers would look at this machine instead of the one that is planned for, and fetch kernels
+        sizes = {key: 0.5 for key, weight in model.named_parameters() if ".experts." in key and weight.dim() == 3}
     else:
         sizes = _by_quantizer(model, config, is_pre_quantized, dtype)
     result = {}

@@ -182,7 +182,7 @@ def test_a_copy_that_is_sure_to_be_faster_is_made_with_the_binding(monkeypatch, 
         assert report.draft_quantization == made
         assert quantizations(target, prompts(2, 8), {"num_speculative_tokens": 2}) == [None] * CALLS
         assert quantizations(target, prompts(2, 8), {"draft_quantization": "none"}) == [None] * CALLS
-    assert report.conversion_seconds < 0.05  # it was there
+    assert report.conversion_seconds == 0.0  # it was there
 
 
 def test_a_draft_named_in_data_is_converted_when_it_is_loaded(monkeypatch, tmp_path):

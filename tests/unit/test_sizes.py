@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, LlamaConfig, MixtralConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_specdec.host import quantized_sizes, sizes
-from hf_specdec.host.quantized_sizes import read_quantization
+from hf_specdec.host.quantized_sizes import read_quantization, tell_device
 from hf_specdec.host.sizes import Skeleton, read_config, read_dtype
 from hf_specdec.placement.sizes import Workload
 from tests.zoo import FAMILIES
@@ -220,3 +220,31 @@ def test_damaged_config_is_named(tmp_path):
 def test_unknown_dtype_is_named():
     with pytest.raises(ValueError, match="Unknown dtype 'flaot16' for the target. Did you mean 'float16'"):
         read_dtype("flaot16", WIDE, "target")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "is_dequantized"), [([], True), (["RTX 4090"], False), ([""], False), (["NVIDIA A100-SXM4-80GB"], True)]
+)
+def test_fp8_checkpoint_is_sized_as_on_the_device_that_is_planned_for(gpus, is_dequantized):
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tell_device(config, gpus, is_here=False)
+    sizes = Skeleton(config, torch.bfloat16).sizes
+    linears = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+    tables = 2 * 2 * 256 * 256
+    assert sizes.weight_bytes == pytest.approx((2 if is_dequantized else 1) * linears + tables, rel=0.01)
+
+
+@pytest.mark.parametrize(("gpus", "bits"), [([], 16), (["H100"], 4)])
+def test_mxfp4_experts_are_sized_as_on_the_device_that_is_planned_for(gpus, bits):
+    config = GptOssConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=8,
+    )  # fmt: skip
+    config.quantization_config = {"quant_method": "mxfp4"}
+    tell_device(config, gpus, is_here=False)
+    sizes = Skeleton(config, torch.bfloat16).sizes
+    experts = sum(piece.weight_bytes for piece in sizes.pieces if piece.name.endswith(".experts"))
+    assert experts == pytest.approx(2 * 8 * 3 * 64 * 64 * bits / 8 + 2 * 8 * 3 * 64 * 2, rel=0.01)

@@ -135,7 +135,7 @@ class Plan:
         """Layers whose weights are copied in every pass."""
         gpus = {device.label for device in self.devices if device.label.startswith("cuda") and device.weights}
         running = gpus or {"cpu"}
-        return sum(len(device.layers) for device in self.devices if device.label not in running)
+        return len({layer for device in self.devices if device.label not in running for layer in device.layers})
 
     @property
     def shortage(self) -> str:

@@ -114,8 +114,8 @@ def _shell(module: nn.Module) -> nn.Module:
     shell: Any = object.__new__(type(module))
     vars(shell).update(vars(module))
     vars(shell)["_modules"] = dict(module._modules)
-    # What the user hooked on the whole target is not for a draft's passes (hooks on its layers run in both: accelerate's
-    # have to); what was compiled has the original inside.
+    # What the user hooked on the whole target is not for a draft's passes; hooks on its layers run in both, as those of
+    # accelerate have to. What was compiled has the original inside.
     vars(shell).update({name: type(vars(module)[name])() for name in _HOOKS if name in vars(module)})
     vars(shell)["_compiled_call_impl"] = None
     for name in ("forward", "_old_forward"):  # wraps on the instance, such as accelerate's

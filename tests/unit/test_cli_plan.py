@@ -28,7 +28,7 @@ def folders(tmp_path_factory):
     return home
 
 
-def planned(folders, *options, draft="draft"):
+def planned(folders, *options, draft: str | None = "draft"):
     arguments = ["plan", str(folders / "target"), "--max-length", "2048", *options]
     if draft:
         arguments += ["--draft", str(folders / draft)]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_constants_of_four_bit_blocks_are_those_beside_the_loaded_weights(tmp_pa
         loaded = AutoModelForCausalLM.from_pretrained(
             tmp_path, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=config
         )
-        states = [w.quant_state for w in loaded.parameters() if getattr(w, "quant_state", None) is not None]
+        states: list[Any] = [s for w in loaded.parameters() if (s := getattr(w, "quant_state", None)) is not None]
         held = sum(s.absmax.nbytes for s in states)
         held += sum(s.state2.absmax.nbytes + s.state2.code.nbytes for s in states if s.nested)
         told = skeleton(WIDE, config).sizes

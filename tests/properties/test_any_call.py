@@ -1,6 +1,7 @@
 """Any combination of options: greedy text, scores, streamed columns and criteria calls are plain's, and ours ran. So in
 the turns of any chat on one cache."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

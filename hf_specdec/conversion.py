@@ -15,7 +15,7 @@ Knows nothing of models: seconds and shares come as numbers.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hf_specdec.auto_length import LENGTHS
+from hf_specdec.auto_length import LENGTHS, NUM_PLAIN
 from hf_specdec.draft_length import DraftPlan, Offer, Part, StepState
 from hf_specdec.speed_model import PairKnowledge, SpeedModel
 
@@ -24,7 +24,6 @@ __all__ = ["ConversionPrice", "best_conversion", "best_rate", "has_evidence", "i
 RECORD = "draft"
 MIN_UPDATES = 8
 """Steps that drafted before a draft is judged."""
-MIN_PLAIN = 2
 MIN_SAVING = 0.05
 """Share of the time below which nothing is converted: fewer bits keep fewer tokens."""
 WORSE = 0.97
@@ -50,7 +49,7 @@ class ConversionPrice:
 def has_evidence(knowledge: PairKnowledge, batch: int, num_updates: int = MIN_UPDATES) -> bool:
     """Whether enough was measured to judge a draft for `batch` rows."""
     costs, record = knowledge.costs, knowledge.records.get(RECORD)
-    is_known = costs.verify.num_observations(batch) >= MIN_PLAIN and not costs.draft.is_empty
+    is_known = costs.verify.num_observations(batch) >= NUM_PLAIN and not costs.draft.is_empty
     return is_known and not knowledge.is_draft_cold and record is not None and record.num_updates >= num_updates
 
 

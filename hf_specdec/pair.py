@@ -6,8 +6,6 @@
 Everything that can be wrong is found before a weight is loaded. What is loaded are ordinary transformers models.
 """
 
-__all__ = ["Placement", "load_pair", "plan_pair"]
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +28,8 @@ from hf_specdec.placement.planner import make_plan
 from hf_specdec.placement.sizes import Workload
 from hf_specdec.placement.table import facts, table
 from hf_specdec.vocabulary import check_vocabularies
+
+__all__ = ["Placement", "load_pair", "plan_pair"]
 
 logger = logging.getLogger("hf_specdec")
 

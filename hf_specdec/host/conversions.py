@@ -146,8 +146,12 @@ def _may_pay(draft: Any) -> bool:
     """Whether the draft is of a kind that a copy in fewer bits could make faster."""
     if any(weight.device.type != "cpu" or not weight.is_floating_point() for weight in draft.parameters()):
         return False
-    linear = sum(_num_weights(module) for module in draft.modules() if is_linear(module))
-    return linear >= MIN_WEIGHTS and why_unconvertible(draft, "int8") is None
+    return _num_linear(draft) >= MIN_WEIGHTS and why_unconvertible(draft, "int8") is None
+
+
+def _num_linear(draft: Any) -> int:
+    """Weights in linear layers, the head among them."""
+    return sum(_num_weights(module) for module in draft.modules() if is_linear(module))
 
 
 def _num_weights(module: Any) -> int:
@@ -169,8 +173,7 @@ def _earned(choice: _Choice, draft: Any, knowledge: PairKnowledge, batch: int) -
 
 def _affordable(choice: _Choice, draft: Any, quantization: str) -> str | None:
     """`quantization`, if there is memory for the copy and as much again; else None, for good."""
-    weights = sum(_num_weights(module) for module in draft.modules() if is_linear(module))
-    if 2 * weights * bytes_per_weight(quantization) > available_memory():
+    if 2 * _num_linear(draft) * bytes_per_weight(quantization) > available_memory():
         choice.is_settled = True
         return None
     return quantization
